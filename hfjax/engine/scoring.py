@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that turns hidden states into log-probabilities, entropies, values and scores.
+
+Decoding, scoring and training all call `log_softmax_at`, so a rollout and the loss that trains on
+it disagree by rounding only. Every per-token result is aligned with the token it scores.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.models.llama import ModelConfig, hidden_states, lm_logits, scalar_head
+
+Params = dict
+Constrain = Callable[..., jax.Array]
+
+
+def identity(x: jax.Array) -> jax.Array:
+    """No constraint: the compiler places the activations."""
+    return x
+
+
+def log_softmax_at(
+    logits_V: jax.Array, tokens: jax.Array, temperature: float | jax.Array = 1.0
+) -> jax.Array:
+    """log softmax(logits / temperature) of `tokens`; logits float32, vocabulary last, any rank.
+
+    Columns at K_MASK (vocabulary padding, forbidden tokens) carry no probability.
+    """
+    scaled_V = logits_V.astype(jnp.float32) / temperature
+    return _pick(scaled_V, tokens) - jax.nn.logsumexp(scaled_V, axis=-1)
+
+
+def entropy_of(logits_V: jax.Array, temperature: float | jax.Array = 1.0) -> jax.Array:
+    """Entropy in nats of softmax(logits / temperature), vocabulary last."""
+    scaled_V = logits_V.astype(jnp.float32) / temperature
+    # probability 0 times the finite K_MASK is 0: -inf would be NaN here
+    mean = jnp.sum(jax.nn.softmax(scaled_V, axis=-1) * scaled_V, axis=-1)
+    return jax.nn.logsumexp(scaled_V, axis=-1) - mean
+
+
+def score_tokens(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    temperature: float | jax.Array = 1.0,
+    *,
+    chunk: int = 128,
+    remat: str = "none",
+    with_entropy: bool = True,
+    constrain: Constrain = identity,
+) -> tuple[jax.Array, jax.Array]:
+    """(log_probs_BT, entropy_BT) of each token given those before it, float32; column 0 is 0.0.
+
+    The vocabulary exists for `chunk` positions at a time, in the backward pass too: each chunk's
+    logits are computed again there. Without `with_entropy` the second array is zeros.
+    """
+    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
+    next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
+
+    @jax.checkpoint
+    def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_BcV = lm_logits(cfg, params, x_BcD)
+        logp_Bc = log_softmax_at(logits_BcV, tokens_Bc, temperature)
+        if not with_entropy:
+            return logp_Bc, jnp.zeros_like(logp_Bc)
+        return logp_Bc, entropy_of(logits_BcV, temperature)
+
+    chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
+    _, (logp_CBc, entropy_CBc) = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)
+    T = tokens_BT.shape[1]
+    return _to_scored_token(_join(logp_CBc, T)), _to_scored_token(_join(entropy_CBc, T))
+
+
+def values_of(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    *,
+    remat: str = "none",
+    constrain: Constrain = identity,
+) -> jax.Array:
+    """values_BT, column t the value BEFORE token t (read after token t-1); column 0 is 0.0."""
+    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
+    return _to_scored_token(scalar_head(params, x_BTD))
+
+
+def scores_at_end(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    length_B: jax.Array,
+    *,
+    remat: str = "none",
+    constrain: Constrain = identity,
+) -> jax.Array:
+    """scores_B, the score head after each row's last token; a row of length 0 reads token 0."""
+    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
+    last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
+    x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
+    return scalar_head(params, x_B1D[:, 0])
+
+
+def _pick(values_V: jax.Array, tokens: jax.Array) -> jax.Array:
+    """values[..., token]; a masked sum, because a gather would collect a sharded vocabulary."""
+    ids_V = jax.lax.broadcasted_iota(tokens.dtype, values_V.shape, values_V.ndim - 1)
+    return jnp.sum(jnp.where(ids_V == tokens[..., None], values_V, 0.0), axis=-1)
+
+
+def _to_scored_token(after_BT: jax.Array) -> jax.Array:
+    """Moves what was read after token t to column t+1, the token it says something about."""
+    return jnp.concatenate([jnp.zeros_like(after_BT[:, :1]), after_BT[:, :-1]], axis=1)
+
+
+def _split(x_BT: jax.Array, chunk: int) -> jax.Array:
+    """(B, T, ...) -> (C, B, c, ...), the last chunk filled up with zeros."""
+    B, T = x_BT.shape[:2]
+    c = min(chunk, T)
+    C = -(-T // c)
+    padded = jnp.pad(x_BT, [(0, 0), (0, C * c - T)] + [(0, 0)] * (x_BT.ndim - 2))
+    return padded.reshape(B, C, c, *x_BT.shape[2:]).swapaxes(0, 1)
+
+
+def _join(x_CBc: jax.Array, T: int) -> jax.Array:
+    """(C, B, c) -> (B, T)."""
+    C, B, c = x_CBc.shape
+    return x_CBc.swapaxes(0, 1).reshape(B, C * c)[:, :T]
