@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed settings: frozen dataclasses, read from TOML, overridden on the command line."""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from hfjax.data import DataConfig
+from hfjax.engine.train import OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled."""
+
+    n: int = 1  # responses a prompt
+    max_new_tokens: int = 256  # longest response in tokens, stop token included
+    min_new_tokens: int = 0  # stop tokens are forbidden before this many
+    temperature: float = 1.0  # logits are divided by it in every pass; 0 is greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    top_p: float = 1.0  # keep the smallest set with this much probability
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one
+    ignore_eos: bool = False  # run every row to max_new_tokens
+
+    def __post_init__(self) -> None:
+        _require(self.n >= 1, "rollout.n", self.n, "at least 1")
+        _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "1 up")
+        legal = 0 <= self.min_new_tokens <= self.max_new_tokens
+        _require(legal, "rollout.min_new_tokens", self.min_new_tokens, "0 to max_new_tokens")
+        _require(self.temperature >= 0, "rollout.temperature", self.temperature, "0 or more")
+        _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or a count")
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
+        _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How one model is updated. Sizes count sequences (responses) over all replicas."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    minibatch_sequences: int = 0  # rows an optimizer update; 0 takes the whole batch
+    micro_sequences: int = 0  # rows a forward and backward pass; 0 takes the mini-batch
+    micro_tokens: int = 0  # instead: at most this many padded tokens a pass; 0 is off
+    epochs: int = 1  # passes over the batch a step
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; master: f32
+    remat: Literal["none", "layer", "dots"] = "none"  # what the backward pass recomputes
+
+    def __post_init__(self) -> None:
+        for name in ("minibatch_sequences", "micro_sequences", "micro_tokens"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or a count")
+        _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
+        both = self.micro_sequences and self.micro_tokens
+        given = f"{self.micro_sequences} and {self.micro_tokens}"
+        _require(not both, "micro_sequences and micro_tokens", given, "one of the two")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Where scores come from: a Python function, or a score model's directory."""
+
+    function: str = ""  # 'module:function' or 'file.py:function'
+    model: str = ""  # a Hugging Face directory with a score head
+    workers: int = 2  # processes that run the function
+    deadline_s: float = 30.0  # seconds one response may take
+    on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training
+
+    def __post_init__(self) -> None:
+        both = bool(self.function) and bool(self.model)
+        given = f"{self.function} and {self.model}"
+        _require(not both, "reward.function and reward.model", given, "one of the two")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """The one block of settings for the divergence from the reference model."""
+
+    where: Literal["none", "reward", "loss"] = "none"  # subtracted from rewards or added to loss
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # k1 log ratio, k2 half its square, k3 low variance
+    coef: float = 0.001  # its weight
+
+    def __post_init__(self) -> None:
+        _require(self.coef >= 0, "kl.coef", self.coef, "0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every run has; a run adds the sections that its algorithm's roles need."""
+
+    model: str = "embedded"  # embedded, smollm2, a Hugging Face directory or a .gguf file
+    init: Literal["pretrained", "random"] = "pretrained"  # random: config.json only, new weights
+    placement: str = ""  # a TOML file or a preset; empty: one pool over the devices found
+    runtime: Literal["ray", "local"] = "ray"  # processes, or everything in this one
+    out: str = "runs/latest"  # the run's directory
+    steps: int = 0  # iterations; 0: until the epochs end
+    epochs: int = 1  # passes over the training prompts, when steps is 0
+    seed: int = 0  # of shuffling, sampling and new weights
+    save_every: int = 0  # steps between checkpoints; 0: only the last step
+    keep_last: int = 2  # checkpoints kept
+    eval_every: int = 0  # steps between evaluations; 0: before and after training only
+    resume: bool = False  # continue from the newest whole checkpoint in out
+    deadline_s: float = 1800.0  # longest wait for any call
+    tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "save_every", "eval_every", "seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("epochs", "keep_last"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.deadline_s > 0, "deadline_s", self.deadline_s, "seconds above 0")
+
+
+SECTIONS: dict[str, type] = {
+    "data": DataConfig,
+    "rollout": RolloutConfig,
+    "actor": TrainingConfig,
+    "critic": TrainingConfig,
+    "reward": RewardConfig,
+}
+
+
+def config_class(settings: type, roles: typing.Collection[str]) -> type:
+    """A frozen dataclass: RunConfig plus the sections these roles use plus `algorithm`."""
+    used = ["data", *(name for name in ("actor", "critic", "reward") if name in roles)]
+    if "reward" in roles:
+        used.append("rollout")
+    fields = [(name, SECTIONS[name], SECTIONS[name]()) for name in used]
+    fields.append(("algorithm", settings, settings()))
+    return dataclasses.make_dataclass(
+        "TrainSettings", fields, bases=(RunConfig,), frozen=True, kw_only=True
+    )
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table in a TOML file; a syntax error names the file, line and column."""
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"config={path}: no such file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+
+
+def from_dict(cls: type, table: Mapping[str, Any], *, where: str, base: Any = None) -> Any:
+    """An instance of the dataclass `cls`: `base` (or the defaults) with the table's values.
+
+    Raises ValueError naming section and key for unknown keys (with the nearest legal one),
+    wrong types and illegal values.
+    """
+    base = cls() if base is None else base
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
+            legal = ", ".join(sorted(hints))
+            raise ValueError(
+                f"{where}: unknown key '{key}'; did you mean '{near}'? legal keys: {legal}"
+            )
+        kind = hints[key]
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{where}: {key}={value!r} must be a table [{key}]")
+            values[key] = from_dict(
+                typing.cast(type, kind), value, where=f"{where} [{key}]", base=getattr(base, key)
+            )
+        else:
+            values[key] = _typed(kind, value, f"{where}: {key}")
+    return dataclasses.replace(base, **values)
+
+
+def to_toml(config: Any) -> str:
+    """The settings as TOML; reading it back gives the same settings."""
+    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value` if it is of the annotated kind (an int is a float), else ValueError."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{where}={value!r}; use one of {', '.join(map(str, args))}")
+        return value
+    if origin in (typing.Union, types.UnionType):
+        inner = [a for a in args if a is not type(None)]
+        return None if value is None else _typed(inner[0], value, where)
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}={value!r}; use a list")
+        return tuple(_typed(args[0], v, where) for v in value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where}={value!r} is {type(value).__name__}; use a {kind.__name__}")
+    return value
+
+
+def _require(legal: bool, name: str, value: Any, rule: str) -> None:
+    if not legal:
+        raise ValueError(f"{name}={value}: must be {rule}")
