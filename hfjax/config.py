@@ -172,7 +172,10 @@ def from_dict(cls: type, table: Mapping[str, Any], *, where: str, base: Any = No
             )
         else:
             values[key] = _typed(kind, value, f"{where}: {key}")
-    return dataclasses.replace(base, **values)
+    try:
+        return dataclasses.replace(base, **values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def to_toml(config: Any) -> str:
