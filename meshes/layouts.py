@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: strict tables from a parameter's logical axes to mesh axes, checked before compiling."""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from meshes.mesh import (
+    AXES,
+    DATA,
+    FSDP,
+    PIPE,
+    PIPE_MICRO,
+    TENSOR,
+    TENSOR_MICRO,
+    MeshShape,
+    shape_of,
+)
+
+LAYERS = "layers"
+EMBED = "embed"
+HEADS = "heads"
+KV_HEADS = "kv_heads"
+HEAD_DIM = "head_dim"
+MLP = "mlp"
+VOCAB = "vocab"
+NORM = "norm"
+BATCH = "batch"
+LOGICAL = (LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, NORM, BATCH)
+
+Rule = str | tuple[str, ...] | None
+Axes = tuple[str | None, ...]
+
+# What a user writes for both halves of a split axis.
+SETTING_OF = {PIPE_MICRO: PIPE, TENSOR_MICRO: TENSOR}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rule for every logical axis: one mesh axis, several (outer to inner), or None (replicated).
+
+    Activations name batch, heads, mlp or vocab and leave the model width None: `embed` is
+    sharded over an axis that the batch uses too.
+    """
+
+    name: str
+    rules: Mapping[str, Rule]
+
+    def __post_init__(self) -> None:
+        for logical in self.rules:
+            if logical not in LOGICAL:
+                raise ValueError(_unknown(self.name, "logical", logical, LOGICAL))
+        missing = [logical for logical in LOGICAL if logical not in self.rules]
+        if missing:
+            raise ValueError(
+                f"layout {self.name!r} has no rule for {', '.join(missing)}; "
+                "map each to mesh axes, or to None to replicate it"
+            )
+        for logical in LOGICAL:
+            for axis in self.mesh_axes(logical):
+                if axis not in AXES:
+                    raise ValueError(_unknown(self.name, "mesh", axis, AXES))
+
+    def mesh_axes(self, logical: str) -> tuple[str, ...]:
+        """Mesh axes that shard a logical axis, outer to inner; empty when it is replicated."""
+        if logical not in self.rules:
+            raise ValueError(_unknown(self.name, "logical", logical, LOGICAL))
+        rule = self.rules[logical]
+        if rule is None:
+            return ()
+        return (rule,) if isinstance(rule, str) else tuple(rule)
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """The PartitionSpec of an array with these logical axes; a None entry is not sharded."""
+        entries = [() if logical is None else self.mesh_axes(logical) for logical in axes]
+        used = [axis for entry in entries for axis in entry]
+        for axis in used:
+            if used.count(axis) > 1:
+                raise ValueError(
+                    f"layout {self.name!r} would shard two dimensions of {tuple(axes)} over "
+                    f"mesh axis {axis!r}; write None for one of them"
+                )
+        return PartitionSpec(*(entry or None for entry in entries))
+
+
+def train_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
+    """3D parallel training and scoring; `fsdp` shards the model width (ZeRO-3), `data` nothing."""
+    return Layout(
+        "train",
+        {
+            LAYERS: (PIPE, PIPE_MICRO),
+            EMBED: FSDP,
+            HEADS: (TENSOR, TENSOR_MICRO),
+            KV_HEADS: _kv_axes((TENSOR, TENSOR_MICRO), shape, kv_heads),
+            HEAD_DIM: None,
+            MLP: (TENSOR, TENSOR_MICRO),
+            VOCAB: (TENSOR, TENSOR_MICRO),
+            NORM: None,
+            BATCH: (DATA, FSDP),
+        },
+    )
+
+
+def generate_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
+    """Generation: the weights leave `fsdp` and the inner halves, which go to the batch.
+
+    Each device's shard contains its training shard (HybridFlow §5.3), so moving there is
+    all-gathers inside micro-DP groups and nothing else.
+    """
+    return Layout(
+        "generate",
+        {
+            LAYERS: PIPE,
+            EMBED: None,
+            HEADS: TENSOR,
+            KV_HEADS: _kv_axes((TENSOR,), shape, kv_heads),
+            HEAD_DIM: None,
+            MLP: TENSOR,
+            VOCAB: TENSOR,
+            NORM: None,
+            BATCH: (DATA, FSDP, PIPE_MICRO, TENSOR_MICRO),
+        },
+    )
+
+
+def shardings(mesh: Mesh, layout: Layout, axes_tree: Any) -> Any:
+    """A tree of NamedSharding from a tree whose leaves are tuples of logical axes."""
+    return jax.tree.map(
+        lambda axes: NamedSharding(mesh, layout.spec(axes)), axes_tree, is_leaf=is_axes
+    )
+
+
+def batch_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
+    """Sharding of arrays whose first dimension is rows of the batch."""
+    return NamedSharding(mesh, layout.spec((BATCH,)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of arrays that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def is_axes(node: Any) -> bool:
+    """Whether a node of an axes tree is a leaf: a plain tuple of logical axes."""
+    return type(node) is tuple and all(entry is None or isinstance(entry, str) for entry in node)
+
+
+def check(mesh: Mesh | MeshShape, layout: Layout, shapes_tree: Any, axes_tree: Any) -> None:
+    """Raises one ValueError with every axis that does not divide, its numbers and a legal choice.
+
+    `shapes_tree` has arrays or ShapeDtypeStructs where `axes_tree` has tuples of logical axes.
+    """
+    shape = shape_of(mesh) if isinstance(mesh, Mesh) else mesh
+    sizes = _logical_sizes(shapes_tree, axes_tree)
+    for logical in sizes:
+        layout.mesh_axes(logical)  # an unknown axis is refused before anything is counted
+    problems = refusals(shape) + _indivisible(shape, layout, sizes)
+    if problems:
+        raise ValueError(f"layout {layout.name!r} on mesh {shape}: " + "; ".join(problems))
+    _warn_replicated_kv(shape, layout, sizes)
+
+
+def refusals(shape: MeshShape) -> list[str]:
+    """Mesh shapes that no engine runs yet, as messages."""
+    stages = shape.pipe * shape.pipe_micro
+    if stages > 1:
+        # A scan over layers sharded on `pipe` is layer-wise FSDP: correct, but no pipeline.
+        return [f"pipe={stages}: pipelined training is not available yet; use pipe = 1"]
+    return []
+
+
+def _kv_axes(candidates: tuple[str, ...], shape: MeshShape, kv_heads: int) -> tuple[str, ...]:
+    """The outer part of `candidates` whose product divides kv_heads; the rest replicates.
+
+    Training stops where generation stops: were `tensor` skipped and `tensor_micro` used, a
+    device's training shard would not lie inside its generation shard.
+    """
+    for count in range(len(candidates), 0, -1):
+        if kv_heads % math.prod(getattr(shape, axis) for axis in candidates[:count]) == 0:
+            return candidates[:count]
+    return ()
+
+
+def _logical_sizes(shapes_tree: Any, axes_tree: Any) -> dict[str, set[int]]:
+    """Every size each logical axis has in the tree."""
+    sizes: dict[str, set[int]] = {}
+
+    def add(path: Any, axes: Axes, leaf: Any) -> None:
+        if len(axes) != len(leaf.shape):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)} "
+                f"but logical axes {axes}"
+            )
+        for logical, size in zip(axes, leaf.shape, strict=True):
+            if logical is not None:
+                sizes.setdefault(logical, set()).add(size)
+
+    jax.tree_util.tree_map_with_path(add, axes_tree, shapes_tree, is_leaf=is_axes)
+    return sizes
+
+
+def _indivisible(shape: MeshShape, layout: Layout, sizes: Mapping[str, set[int]]) -> list[str]:
+    """One message a setting: which sizes it does not divide and which values divide them all."""
+    mapped: dict[str, list[tuple[str, int, int]]] = {}  # setting -> (logical, size, divisor)
+    for logical in LOGICAL:
+        axes = layout.mesh_axes(logical)
+        values = sizes.get(logical, ())
+        if axes and values:
+            divisor = math.prod(getattr(shape, axis) for axis in axes)
+            setting = SETTING_OF.get(axes[0], axes[0])
+            mapped.setdefault(setting, []).extend((logical, v, divisor) for v in sorted(values))
+    problems = []
+    for setting, dims in mapped.items():
+        bad = [(logical, size, divisor) for logical, size, divisor in dims if size % divisor]
+        if bad:
+            # kv heads that divide already do so by their own rule: they need not divide more.
+            common = math.gcd(*(size for name, size, n in dims if name != KV_HEADS or size % n))
+            legal = [n for n in range(1, shape.devices + 1) if common % n == 0]
+            wrong = ", ".join(f"{logical}={size}" for logical, size, _ in bad)
+            problems.append(
+                f"{setting}={bad[0][2]} does not divide {wrong}; use {setting} {_either(legal)}"
+            )
+    return problems
+
+
+def _warn_replicated_kv(shape: MeshShape, layout: Layout, sizes: Mapping[str, set[int]]) -> None:
+    heads = math.prod(getattr(shape, axis) for axis in layout.mesh_axes(HEADS))
+    kv = math.prod(getattr(shape, axis) for axis in layout.mesh_axes(KV_HEADS))
+    if KV_HEADS in sizes and kv < heads:
+        log.warning(
+            "layout %r: tensor=%d does not divide kv_heads=%d: sharded %d ways, %d copies of each",
+            *(layout.name, heads, min(sizes[KV_HEADS]), kv, heads // kv),
+        )
+
+
+def _either(values: Sequence[int]) -> str:
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _unknown(layout: str, kind: str, axis: str, legal: Sequence[str]) -> str:
+    return f"layout {layout!r}: unknown {kind} axis {axis!r}; use one of {', '.join(legal)}"
