@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,11 +222,9 @@ def _indivisible(shape: MeshShape, layout: Layout, sizes: Mapping[str, set[int]]
         if bad:
             # kv heads that divide already do so by their own rule: they need not divide more.
             common = math.gcd(*(size for name, size, n in dims if name != KV_HEADS or size % n))
-            legal = [n for n in range(1, shape.devices + 1) if common % n == 0]
+            legal = either(divisors(common, most=shape.devices))
             wrong = ", ".join(f"{logical}={size}" for logical, size, _ in bad)
-            problems.append(
-                f"{setting}={bad[0][2]} does not divide {wrong}; use {setting} {_either(legal)}"
-            )
+            problems.append(f"{setting}={bad[0][2]} does not divide {wrong}; use {setting} {legal}")
     return problems
 
 
@@ -240,8 +238,14 @@ def _warn_replicated_kv(shape: MeshShape, layout: Layout, sizes: Mapping[str, se
         )
 
 
-def _either(values: Sequence[int]) -> str:
-    words = [str(value) for value in values]
+def divisors(whole: int, most: int | None = None) -> list[int]:
+    """The legal sizes of an axis that must divide `whole`, up to `most`."""
+    return [n for n in range(1, (most or whole) + 1) if whole % n == 0]
+
+
+def either(choices: Iterable[object]) -> str:
+    """Choices as a message spells them: `1, 2 or 4`."""
+    words = [str(choice) for choice in choices]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements: the pool and mesh of every role, read from and written to TOML."""
+
+import difflib
+import tomllib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshes.layouts import divisors, either, refusals
+from meshes.mesh import DATA, FSDP, PIPE, TENSOR, MeshShape
+
+PRESETS = Path(__file__).parent / "presets"
+RELAYS = ("hybrid",)  # how weights move from training to generation
+
+POOL_KEYS = ("devices", "processes")
+ROLE_KEYS = ("pool", "train", "infer", "generate", "relay", "offload")
+MESH_KEYS = (DATA, FSDP, PIPE, TENSOR)
+GENERATE_KEYS = (PIPE, TENSOR)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices shared by the roles placed on them, and by no other pool."""
+
+    name: str
+    devices: int  # in all
+    processes: int = 1  # SPMD processes; each owns devices / processes neighbours
+
+    def __post_init__(self) -> None:
+        for key in POOL_KEYS:
+            count = getattr(self, key)
+            if type(count) is not int or count < 1:
+                raise ValueError(
+                    f"[pool.{self.name}] {key} = {count!r}: must be a whole number, 1 or more"
+                )
+        if self.devices % self.processes:
+            legal = either(divisors(self.devices))
+            raise ValueError(
+                f"[pool.{self.name}] processes = {self.processes} does not divide "
+                f"devices = {self.devices}; use processes {legal}"
+            )
+
+
+@dataclass(frozen=True)
+class RolePlacement:
+    """Where a role lives; `train` if it is updated there, `infer` if it only computes.
+
+    `generate` holds only p_g (pipe) and t_g (tensor); the micro-DP size follows.
+    """
+
+    role: str
+    pool: str
+    train: MeshShape | None = None
+    infer: MeshShape | None = None
+    generate: MeshShape | None = None
+    relay: str = "hybrid"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError("\n".join(f"[{self.role}] {problem}" for problem in problems))
+
+    @property
+    def base(self) -> MeshShape:
+        """The training (or inference) mesh as written, p and t whole."""
+        shape = self.train or self.infer
+        assert shape is not None
+        return shape
+
+    @property
+    def mesh_shape(self) -> MeshShape:
+        """The mesh of every layout of this role: p and t split into generation's part and micro."""
+        base, keep = self.base, self.generate
+        pipe, tensor = (keep.pipe, keep.tensor) if keep else (base.pipe, base.tensor)
+        return MeshShape(
+            data=base.data,
+            fsdp=base.fsdp,
+            pipe=pipe,
+            pipe_micro=base.pipe // pipe,
+            tensor=tensor,
+            tensor_micro=base.tensor // tensor,
+        )
+
+    def _problems(self) -> Iterable[str]:
+        if (self.train is None) == (self.infer is None):
+            found = "neither" if self.train is None else "both"
+            yield (
+                f"has {found} of train and infer; give one: train = {{ data = 2 }} if the role "
+                "is updated, infer = { data = 2 } if it only computes"
+            )
+            return
+        if self.relay not in RELAYS:
+            yield f"relay = {self.relay!r} is unknown; use {either(map(repr, RELAYS))}"
+        if self.offload is not False:
+            yield f"offload = {_toml(self.offload)} is not supported yet; use offload = false"
+        base, where = self.base, "train" if self.train else "infer"
+        yield from (f"{where}: {problem}" for problem in refusals(base))
+        for key in GENERATE_KEYS if self.generate else ():
+            whole, kept = getattr(base, key), getattr(self.generate, key)
+            if whole % kept:
+                yield (
+                    f"generate: {key} = {kept} does not divide {where}.{key} = {whole}; "
+                    f"use {key} {either(divisors(whole))}"
+                )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Disjoint pools, in device order, and the roles on them."""
+
+    pools: Mapping[str, Pool]
+    roles: Mapping[str, RolePlacement]
+
+    def __post_init__(self) -> None:
+        problems = [line for role in self.roles.values() for line in self._role_problems(role)]
+        if not self.roles:
+            problems.append("no role is placed; add a section such as [actor]")
+        used = {role.pool for role in self.roles.values()}
+        for name in self.pools:
+            if self.roles and name not in used:
+                problems.append(f"[pool.{name}] holds no role; remove it or place a role there")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.devices for pool in self.pools.values())
+
+    def device_range(self, pool: str) -> range:
+        """Which devices a pool takes when all pools lie on one list of devices."""
+        start = 0
+        for name, each in self.pools.items():
+            if name == pool:
+                return range(start, start + each.devices)
+            start += each.devices
+        raise ValueError(_unknown("pool", pool, self.pools))
+
+    def roles_of(self, pool: str) -> tuple[str, ...]:
+        """Roles that live on a pool, in file order."""
+        return tuple(name for name, role in self.roles.items() if role.pool == pool)
+
+    def check(self, role_names: Collection[str]) -> None:
+        """Refuses a placement that lacks a role of the algorithm, or holds one it has not."""
+        have = ", ".join(f"[{name}]" for name in self.roles)
+        need = ", ".join(role_names)
+        problems = [
+            f"no section for role {name!r}, which the algorithm needs; add [{name}] "
+            f"with pool = {either(map(repr, self.pools))} (sections now: {have})"
+            for name in role_names
+            if name not in self.roles
+        ]
+        problems += [
+            f"section [{name}] is no role of the algorithm{_nearest(name, role_names)}; "
+            f"its roles: {need}"
+            for name in self.roles
+            if name not in role_names
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def only(self, role_names: Collection[str]) -> "Placement":
+        """The same placement without other roles, and without the pools that they leave empty."""
+        roles = {name: role for name, role in self.roles.items() if name in role_names}
+        used = {role.pool for role in roles.values()}
+        return Placement({n: pool for n, pool in self.pools.items() if n in used}, roles)
+
+    def table(self) -> str:
+        """role -> pool -> devices -> mesh as aligned plain text."""
+        rows = [("role", "pool", "devices", "layout", "mesh", "generate", "micro-DP")]
+        for name, role in self.roles.items():
+            pool, span = self.pools[role.pool], self.device_range(role.pool)
+            ids = str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+            split = f" in {pool.processes} processes" if pool.processes > 1 else ""
+            keep = role.generate
+            generate = f"pipe {keep.pipe}, tensor {keep.tensor}" if keep else "-"
+            micro = str(role.mesh_shape.micro_replicas) if keep else "-"
+            layout = "train" if role.train else "infer"
+            rows.append((name, pool.name, ids + split, layout, str(role.base), generate, micro))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def to_toml(self) -> str:
+        """The placement file that reads back equal to this one."""
+        lines: list[str] = []
+        for pool in self.pools.values():
+            lines += [f"[pool.{_key(pool.name)}]", f"devices = {pool.devices}"]
+            lines += [f"processes = {pool.processes}", ""]
+        for role in self.roles.values():
+            lines += [f"[{_key(role.role)}]", f"pool = {_toml(role.pool)}"]
+            for name, keys in (("train", MESH_KEYS), ("infer", MESH_KEYS)):
+                if shape := getattr(role, name):
+                    sizes = {k: getattr(shape, k) for k in keys if getattr(shape, k) > 1}
+                    lines.append(f"{name} = {_toml(sizes or {DATA: 1})}")
+            if role.generate:
+                sizes = {key: getattr(role.generate, key) for key in GENERATE_KEYS}
+                lines.append(f"generate = {_toml(sizes)}")
+            lines += [f"relay = {_toml(role.relay)}", f"offload = {_toml(role.offload)}", ""]
+        return "\n".join(lines)
+
+    def _role_problems(self, role: RolePlacement) -> Iterable[str]:
+        if role.pool not in self.pools:
+            yield f"[{role.role}] {_unknown('pool', role.pool, self.pools)}"
+            return
+        base, pool = role.base, self.pools[role.pool]
+        if base.devices != pool.devices:
+            where = "train" if role.train else "infer"
+            product = " * ".join(f"{key} {getattr(base, key)}" for key in MESH_KEYS)
+            rest = base.devices // base.data
+            fix = (
+                f"use {DATA} = {pool.devices // rest}"
+                if pool.devices % rest == 0
+                else f"choose sizes whose product is {pool.devices}"
+            )
+            yield (
+                f"[{role.role}] {where}: {product} = {base.devices} devices, but "
+                f"[pool.{pool.name}] has devices = {pool.devices}; {fix}"
+            )
+
+
+def single_pool(roles: Iterable[str], devices: int, processes: int = 1) -> Placement:
+    """Every role on all devices, data parallel."""
+    shape = MeshShape(data=devices)
+    return Placement(
+        {"all": Pool("all", devices, processes)},
+        {role: RolePlacement(role, "all", train=shape) for role in roles},
+    )
+
+
+def preset_names() -> list[str]:
+    """Names that load_placement knows without a path."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def load_placement(source: str | Path, roles: Collection[str] | None = None) -> Placement:
+    """A placement from a file or a preset's name, checked against the algorithm's roles if given.
+
+    A preset serves every algorithm, so its roles that are not needed are dropped; a file is
+    taken at its word.
+    """
+    preset = PRESETS / f"{source}.toml"
+    is_preset = str(source) in preset_names()
+    path = preset if is_preset else Path(source)
+    if not path.is_file():
+        near = _nearest(str(source), preset_names())
+        raise ValueError(
+            f"placement {str(source)!r} is neither a file nor a preset{near}; "
+            f"presets: {', '.join(preset_names())}"
+        )
+    try:
+        placement = parse_placement(path.read_text(encoding="utf-8"))
+        if roles is not None:
+            placement = placement.only(roles) if is_preset else placement
+            placement.check(roles)
+    except ValueError as error:  # a TOML error already says line and column
+        raise ValueError(f"placement {path}: {error}") from error
+    return placement
+
+
+def parse_placement(text: str) -> Placement:
+    """A placement from TOML text; unknown keys are errors."""
+    document = tomllib.loads(text)
+    pools = {
+        name: Pool(name, **_table(f"pool.{name}", table, POOL_KEYS, required=("devices",)))
+        for name, table in _table("pool", document.pop("pool", {}), None).items()
+    }
+    return Placement(pools, {role: _parse_role(role, table) for role, table in document.items()})
+
+
+def _parse_role(role: str, table: Any) -> RolePlacement:
+    fields = _table(role, table, ROLE_KEYS, required=("pool",))
+    for key in ("pool", "relay"):
+        if not isinstance(fields.get(key, ""), str):
+            raise ValueError(f"[{role}] {key} = {_toml(fields[key])}: must be a text in quotes")
+    for key, legal in (("train", MESH_KEYS), ("infer", MESH_KEYS), ("generate", GENERATE_KEYS)):
+        if key in fields:
+            sizes = _table(f"{role}.{key}", fields[key], legal)
+            try:
+                fields[key] = MeshShape(**sizes)
+            except ValueError as error:
+                raise ValueError(f"[{role}] {key}: {error}") from error
+    return RolePlacement(role, **fields)
+
+
+def _table(
+    section: str, value: Any, legal: Sequence[str] | None, required: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A TOML table whose keys are all legal and none of the required missing."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{section} = {_toml(value)}: must be a table, with keys of its own")
+    for key in value:
+        if legal is not None and key not in legal:
+            raise ValueError(f"[{section}] {_unknown('key', key, legal)}")
+    for key in required:
+        if key not in value:
+            raise ValueError(
+                f"[{section}] lacks the key {key!r}; its keys: {', '.join(legal or ())}"
+            )
+    return dict(value)
+
+
+def _unknown(kind: str, name: str, legal: Iterable[str]) -> str:
+    legal = list(legal)
+    return f"unknown {kind} {name!r}{_nearest(name, legal)}; legal: {', '.join(legal)}"
+
+
+def _nearest(name: str, legal: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(legal), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _key(name: str) -> str:
+    """A bare TOML key where the name allows it, a quoted one where not."""
+    bare = name.isascii() and name.replace("-", "a").replace("_", "a").isalnum()
+    return name if bare else _toml(name)
+
+
+def _toml(value: object) -> str:
+    """A value as TOML spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
+    return repr(value)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements: the file format, its refusals, presets, and the printed table."""
+
+from pathlib import Path
+
+import pytest
+
+from meshes.mesh import MeshShape
+from meshes.placement import (
+    Placement,
+    Pool,
+    RolePlacement,
+    load_placement,
+    parse_placement,
+    preset_names,
+    single_pool,
+)
+
+GOOD = """
+[pool.policy]
+devices = 4
+processes = 2
+[pool.value]
+devices = 4
+[actor]
+pool = "policy"
+train = { data = 2, tensor = 2 }
+generate = { tensor = 1 }
+[critic]
+pool = "value"
+train = { fsdp = 4 }
+[reward]
+pool = "value"
+infer = { data = 4 }
+"""
+
+
+def test_a_file_becomes_pools_and_split_meshes() -> None:
+    placement = parse_placement(GOOD)
+    assert placement.pools["policy"] == Pool("policy", 4, 2)
+    actor = placement.roles["actor"]
+    assert actor.train == MeshShape(data=2, tensor=2)
+    assert actor.mesh_shape == MeshShape(data=2, tensor=1, tensor_micro=2)
+    assert actor.mesh_shape.micro_replicas == 2
+    assert placement.roles["critic"].mesh_shape == MeshShape(fsdp=4)
+    assert placement.roles["reward"].mesh_shape == MeshShape(data=4)
+    assert placement.roles_of("value") == ("critic", "reward")
+    assert placement.device_range("value") == range(4, 8)
+    assert placement.devices == 8
+
+
+def test_without_generate_the_actor_generates_in_its_training_layout() -> None:
+    actor = RolePlacement("actor", "all", train=MeshShape(data=2, tensor=4))
+    assert actor.mesh_shape == MeshShape(data=2, tensor=4)
+
+
+REFUSALS = {
+    "misspelt mesh axis": (
+        ("tensor = 2", "tensr = 2"),
+        r"\[actor.train\] unknown key 'tensr', did you mean 'tensor'",
+    ),
+    "misspelt role key": (("generate =", "genrate ="), r"\[actor\] .*'genrate', .*'generate'"),
+    "hyphen": (("processes = 2", "process-es = 2"), r"\[pool.policy\] .* did you mean 'processes'"),
+    "micro axis written by hand": (
+        ("tensor = 2 ", "tensor_micro = 2 "),
+        r"unknown key 'tensor_micro'",
+    ),
+    "data in generate": (("{ tensor = 1 }", "{ data = 1 }"), r"\[actor.generate\] .*'data'"),
+    "text for a number": (
+        ("devices = 4\nproc", "devices = '4'\nproc"),
+        r"\[pool.policy\] devices = '4': must be a whole number",
+    ),
+    "text for a size": (("tensor = 2", 'tensor = "2"'), r"\[actor\] train: mesh axis tensor"),
+    "number for a text": (('pool = "policy"', "pool = 1"), r"\[actor\] pool = 1: must be a text"),
+    "number for a table": (("{ fsdp = 4 }", "4"), r"critic.train = 4: must be a table"),
+    "missing pool": (('pool = "policy"\n', ""), r"\[actor\] lacks the key 'pool'"),
+    "unknown pool": (('"policy"\n', '"polcy"\n'), r"unknown pool 'polcy', did you mean 'policy'"),
+    "product": (
+        ("data = 2, tensor = 2", "tensor = 2"),
+        r"\[actor\] train: data 1 \* fsdp 1 \* pipe 1 \* tensor 2 = 2 devices, but "
+        r"\[pool.policy\] has devices = 4; use data = 2",
+    ),
+    "product without a way out": (
+        ("data = 2, tensor = 2", "tensor = 3"),
+        r"= 3 devices, .* devices = 4; choose sizes whose product is 4",
+    ),
+    "processes": (
+        ("processes = 2", "processes = 3"),
+        r"processes = 3 does not divide devices = 4; use processes 1, 2 or 4",
+    ),
+    "generation does not divide": (
+        ("{ tensor = 1 }", "{ tensor = 3 }"),
+        r"generate: tensor = 3 does not divide train.tensor = 2; use tensor 1 or 2",
+    ),
+    "pipeline": (
+        ("data = 2, tensor = 2", "data = 2, pipe = 2"),
+        r"\[actor\] train: pipe=2: .*not available yet; use pipe = 1",
+    ),
+    "relay": (('"policy"\n', '"policy"\nrelay = "hybird"\n'), r"'hybird' is unknown; use 'hybrid'"),
+    "offload": (('"policy"\n', '"policy"\noffload = true\n'), r"not supported yet; .* = false"),
+    "train and infer": (
+        ("infer = { data = 4 }", "infer = { data = 4 }\ntrain = { data = 4 }"),
+        r"\[reward\] has both of train and infer",
+    ),
+    "no mesh": (("infer = { data = 4 }", ""), r"\[reward\] has neither of train and infer"),
+    "idle pool": (("[actor]", "[pool.idle]\ndevices = 1\n[actor]"), r"\[pool.idle\] holds no role"),
+    "stray top-level key": (("[pool.policy]", "devices = 8\n[pool.policy]"), r"devices = 8: must"),
+    "broken TOML": (("devices = 4\nproc", "devices = \nproc"), r"line 3, column 11"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_name_section_value_and_choice(case: str, tmp_path: Path) -> None:
+    (old, new), message = REFUSALS[case]
+    assert old in GOOD
+    path = tmp_path / "placement.toml"
+    path.write_text(GOOD.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message) as error:
+        load_placement(path)
+    assert str(path) in str(error.value)
+
+
+def test_all_contradictions_come_at_once() -> None:
+    with pytest.raises(ValueError, match="devices") as error:
+        parse_placement(GOOD.replace("devices = 4", "devices = 6"))
+    assert [line.split("]")[0] for line in str(error.value).splitlines()] == [
+        "[actor",
+        "[critic",
+        "[reward",
+    ]
+
+
+def test_roles_must_match_the_algorithm() -> None:
+    placement = parse_placement(GOOD)
+    placement.check(["actor", "critic", "reward"])
+    with pytest.raises(ValueError, match=r"no section for role 'reference'.*add \[reference\]"):
+        placement.check(["actor", "critic", "reward", "reference"])
+    with pytest.raises(ValueError, match=r"section \[critic\] is no role of the algorithm; its"):
+        placement.check(["actor", "reward"])
+    misspelt = parse_placement(GOOD.replace("[reward]", "[rewrd]"))
+    with pytest.raises(ValueError, match=r"section \[rewrd\] .*, did you mean 'reward'\?"):
+        misspelt.check(["actor", "critic", "reward"])
+
+
+ALGORITHMS = [
+    ("actor", "critic", "reference", "reward"),
+    ("actor", "critic", "reference"),  # PPO with a function reward
+    ("actor", "critic", "reference", "reward", "cost"),
+    ("actor", "reference"),
+    ("actor",),
+]
+
+
+@pytest.mark.parametrize("roles", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_serve_every_algorithm(name: str, roles: tuple[str, ...]) -> None:
+    placement = load_placement(name, roles)
+    assert set(placement.roles) == set(roles)
+    assert {role.pool for role in placement.roles.values()} == set(placement.pools)
+
+
+def test_a_file_is_taken_at_its_word(tmp_path: Path) -> None:
+    path = tmp_path / "placement.toml"
+    path.write_text(GOOD)
+    with pytest.raises(ValueError, match=r"section \[critic\]"):
+        load_placement(path, ["actor", "reward"])
+
+
+def test_unknown_presets_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"neither a file nor a preset, did you mean 'laptop'\?"):
+        load_placement("laptp")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_written_placements_read_back_equal(name: str) -> None:
+    placement = load_placement(name)
+    assert parse_placement(placement.to_toml()) == placement
+
+
+def test_odd_names_read_back_equal() -> None:
+    placement = Placement(
+        {'a "b".c': Pool('a "b".c', 2)},
+        {"my role": RolePlacement("my role", 'a "b".c', train=MeshShape(tensor=2))},
+    )
+    assert parse_placement(placement.to_toml()) == placement
+
+
+def test_single_pool() -> None:
+    placement = single_pool(["actor", "reference"], 8, processes=2)
+    assert placement.pools == {"all": Pool("all", 8, 2)}
+    assert placement.roles["reference"].mesh_shape == MeshShape(data=8)
+
+
+def test_table() -> None:
+    # Columns are as wide as their longest cell, two spaces apart.
+    assert parse_placement(GOOD).table().splitlines() == [
+        "role    pool    devices             layout  mesh               generate          micro-DP",
+        "actor   policy  0-3 in 2 processes  train   data 2 x tensor 2  pipe 1, tensor 1  2",
+        "critic  value   4-7                 train   fsdp 4             -                 -",
+        "reward  value   4-7                 infer   data 4             -                 -",
+    ]
