@@ -5,20 +5,20 @@ Decoding, scoring and training all call `log_softmax_at`, so a rollout and the l
 it disagree by rounding only. Every per-token result is aligned with the token it scores.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
-from hfjax.models.llama import ModelConfig, hidden_states, lm_logits, scalar_head
-
-Params = dict
-Constrain = Callable[..., jax.Array]
-
-
-def identity(x: jax.Array) -> jax.Array:
-    """No constraint: the compiler places the activations."""
-    return x
+from hfjax.models.llama import (
+    Constrain,
+    ModelConfig,
+    Params,
+    hidden_states,
+    lm_logits,
+    scalar_head,
+    unconstrained,
+)
+from meshes.layouts import Layout, batch_sharding
 
 
 def log_softmax_at(
@@ -49,7 +49,7 @@ def score_tokens(
     chunk: int = 128,
     remat: str = "none",
     with_entropy: bool = True,
-    constrain: Constrain = identity,
+    constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
     """(log_probs_BT, entropy_BT) of each token given those before it, float32; column 0 is 0.0.
 
@@ -61,7 +61,7 @@ def score_tokens(
 
     @jax.checkpoint
     def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BcV = lm_logits(cfg, params, x_BcD)
+        logits_BcV = lm_logits(cfg, params, x_BcD, constrain=constrain)
         logp_Bc = log_softmax_at(logits_BcV, tokens_Bc, temperature)
         if not with_entropy:
             return logp_Bc, jnp.zeros_like(logp_Bc)
@@ -79,7 +79,7 @@ def values_of(
     tokens_BT: jax.Array,
     *,
     remat: str = "none",
-    constrain: Constrain = identity,
+    constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """values_BT, column t the value BEFORE token t (read after token t-1); column 0 is 0.0."""
     x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
@@ -93,13 +93,67 @@ def scores_at_end(
     length_B: jax.Array,
     *,
     remat: str = "none",
-    constrain: Constrain = identity,
+    constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """scores_B, the score head after each row's last token; a row of length 0 reads token 0."""
     x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
     last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
     x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
     return scalar_head(params, x_B1D[:, 0])
+
+
+def make_constrain(mesh: Mesh, layout: Layout) -> Constrain:
+    """Lays activations out by their logical axes, for the `constrain` of the functions above."""
+
+    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes)))
+
+    return constrain
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Parameters in the compute dtype."""
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+class Scorer:
+    """Compiled forward passes over (rows, T) arrays that lie in one layout.
+
+    Rows are a multiple of the layout's replicas. Parameters are cast to `compute_dtype` inside,
+    as the trainer does: a policy scored and trained in one dtype has ratio 1 before its update.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        mesh: Mesh,
+        layout: Layout,
+        *,
+        temperature: float = 1.0,
+        compute_dtype: str = "float32",
+        chunk: int = 128,
+        with_entropy: bool = True,
+    ) -> None:
+        constrain, rows = make_constrain(mesh, layout), batch_sharding(mesh, layout)
+
+        def log_probs(params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return score_tokens(
+                *(cfg, cast(params, compute_dtype), tokens_BT, temperature),
+                chunk=chunk,
+                with_entropy=with_entropy,
+                constrain=constrain,
+            )
+
+        def values(params: Params, tokens_BT: jax.Array) -> jax.Array:
+            return values_of(cfg, cast(params, compute_dtype), tokens_BT, constrain=constrain)
+
+        def scores(params: Params, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
+            params = cast(params, compute_dtype)
+            return scores_at_end(cfg, params, tokens_BT, length_B, constrain=constrain)
+
+        self.log_probs = jax.jit(log_probs, out_shardings=rows)  # (log_probs_BT, entropy_BT)
+        self.values = jax.jit(values, out_shardings=rows)  # values_BT
+        self.scores = jax.jit(scores, out_shardings=rows)  # scores_B
 
 
 def _pick(values_V: jax.Array, tokens: jax.Array) -> jax.Array:

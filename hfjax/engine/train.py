@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer update from one mini-batch, cut into micro-batches that change no number.
+
+Losses divide by the denominators of the whole mini-batch, so the losses and gradients of its
+micro-batches add up to the same sum for every cut, mesh and process count.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from hfjax.engine.microbatch import Stack, place_rows
+from hfjax.engine.scoring import cast, make_constrain, score_tokens, scores_at_end, values_of
+from hfjax.metrics import Max, Mean, Metric, Metrics, Min, Total, merge
+from hfjax.models.llama import Constrain, Head, ModelConfig, Params, abstract_params
+from hfjax.rl import Denominators
+from meshes.layouts import Layout, check, replicated, shardings
+
+log = logging.getLogger(__name__)
+
+Place = Callable[[np.ndarray], jax.Array]
+
+OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW over every parameter; schedules are sized in optimizer updates that were applied."""
+
+    lr: float = 1e-6  # after warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # decays to 0 at total_steps
+    warmup_steps: int = 0  # update k of them (from 1) runs at lr * k / warmup_steps
+    total_steps: int = 0  # updates until the schedule ends; 0: the run's, known to the trainer
+    weight_decay: float = 0.01  # decoupled, times lr, as torch's AdamW
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    grad_clip: float = 1.0  # global norm; 0 = no clipping
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "grad_clip"):
+            value = getattr(self, name)
+            _require(0 <= value < float("inf"), name, value, "be finite and at least 0")
+        _require(self.eps > 0, "eps", self.eps, "be above 0")
+        for name in ("beta1", "beta2"):
+            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "lie in [0, 1)")
+        names = ("constant", "linear", "cosine")
+        _require(self.schedule in names, "schedule", self.schedule, f"be one of {names}")
+        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "be at least 0")
+        if self.schedule != "constant" and self.total_steps:
+            self._require_total()
+
+    def sized(self, total_updates: int) -> "OptimizerConfig":
+        """This with the length of its schedule known."""
+        known = replace(self, total_steps=self.total_steps or total_updates)
+        if known.schedule != "constant":
+            known._require_total()
+        return known
+
+    def _require_total(self) -> None:
+        rule = f"exceed warmup_steps={self.warmup_steps} with schedule={self.schedule!r}"
+        _require(self.total_steps > self.warmup_steps, "total_steps", self.total_steps, rule)
+
+    def lr_at(self, updates: jax.Array) -> jax.Array:
+        """Learning rate of the update that comes after `updates` applied ones."""
+        done = updates.astype(jnp.float32)
+        rise = jnp.minimum((done + 1) / max(self.warmup_steps, 1), 1.0)
+        if self.schedule == "constant":
+            return self.lr * rise
+        span = self.total_steps - self.warmup_steps
+        left = 1 - jnp.clip((done - self.warmup_steps) / span, 0.0, 1.0)
+        fall = left if self.schedule == "linear" else (1 - jnp.cos(jnp.pi * left)) / 2
+        return self.lr * rise * fall
+
+    def transform(self) -> optax.GradientTransformation:
+        """The optax chain: clip by global norm, then AdamW."""
+        adamw = optax.adamw(
+            self.lr_at, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay
+        )
+        return optax.chain(optax.clip_by_global_norm(self.grad_clip or float("inf")), adamw)
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What a trained role keeps between steps."""
+
+    params: Params  # float32 master weights
+    opt_state: optax.OptState
+    updates: jax.Array  # int32, applied
+    skipped: jax.Array  # int32, refused: non-finite, or nothing to train on
+
+
+@flax.struct.dataclass
+class Outputs:
+    """What the model says of one micro-batch; only the head's own fields are set."""
+
+    log_probs_BT: jax.Array | None = None  # lm
+    entropy_BT: jax.Array | None = None  # lm; zeros unless the trainer was built with_entropy
+    values_BT: jax.Array | None = None  # value
+    scores_B: jax.Array | None = None  # score
+
+
+LossFn = Callable[
+    [Outputs, Mapping[str, jax.Array], Denominators], tuple[jax.Array, Mapping[str, Metric]]
+]
+
+
+class Trainer:
+    """Compiled update of one model under one loss in one layout.
+
+    The loss sees `columns` of a micro-batch (and input_ids, response_mask), and returns its share
+    of the mini-batch loss, already divided by the mini-batch's denominators. The trainer's own
+    metrics are loss, grad_norm (before clipping), lr, skipped and empty.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        head: Head,
+        mesh: Mesh,
+        layout: Layout,
+        axes: Any,
+        optimizer: OptimizerConfig,
+        loss: LossFn,
+        *,
+        columns: Sequence[str] = (),
+        temperature: float = 1.0,
+        compute_dtype: str = "float32",
+        remat: str = "none",
+        chunk: int = 128,
+        with_entropy: bool = False,
+        total_updates: int = 0,
+    ) -> None:
+        needed = ("input_ids", "response_mask") + (("length",) if head == "score" else ())
+        self.columns = tuple(dict.fromkeys((*needed, *columns)))
+        self.optimizer, self._loss = optimizer.sized(total_updates), loss
+        self._tx = self.optimizer.transform()
+        self._forward = _make_forward(
+            cfg,
+            head,
+            temperature,
+            compute_dtype,
+            remat,
+            chunk,
+            with_entropy,
+            make_constrain(mesh, layout),
+        )
+        self._place: Place = partial(place_rows, mesh, layout, axis=1)
+
+        shapes, _ = abstract_params(cfg, head, jnp.float32)
+        check(mesh, layout, shapes, axes)
+        self._param_shardings = shardings(mesh, layout, axes)
+        self._abstract = self._abstract_state(shapes, replicated(mesh))
+        self._compile(replicated(mesh))
+
+    def _abstract_state(self, shapes: Any, alone: NamedSharding) -> TrainState:
+        """Moments lie where their parameters lie; counters on every device."""
+        tx = self._tx
+        opt_shapes = jax.eval_shape(tx.init, shapes)
+        opt_shardings = optax.tree_utils.tree_map_params(
+            tx,
+            lambda _, sharding: sharding,
+            opt_shapes,
+            self._param_shardings,
+            transform_non_params=lambda _: alone,
+        )
+        counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=alone)
+        return TrainState(
+            params=_with_shardings(shapes, self._param_shardings),
+            opt_state=_with_shardings(opt_shapes, opt_shardings),
+            updates=counter,
+            skipped=counter,
+        )
+
+    def _compile(self, alone: NamedSharding) -> None:
+        state = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
+        grads = self._param_shardings
+        # without out_shardings the moments would all lie on one device
+        self._init_opt = jax.jit(self._tx.init, out_shardings=state.opt_state)
+        self._zeros = jax.jit(
+            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._abstract.params),
+            out_shardings=grads,
+        )
+        # donated: the gradient sum so far; parameters are read
+        self._accumulate = jax.jit(
+            self._add_micros, donate_argnums=1, out_shardings=(grads, alone, alone)
+        )
+        # donated: the state; every leaf of the new one takes the place of the old
+        self._apply = jax.jit(self._apply_grads, donate_argnums=0, out_shardings=(state, alone))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        return self._abstract
+
+    def init_state(self, params: Params) -> TrainState:
+        """A fresh state that takes float32 `params` over: the first update donates them."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = f"dtype of parameter {jax.tree_util.keystr(path)}"
+            _require(leaf.dtype == jnp.float32, name, leaf.dtype, "be float32 (master weights)")
+        params = jax.device_put(params, self._param_shardings)
+        zero = jax.device_put(np.int32(0), self._abstract.updates.sharding)
+        return TrainState(
+            params=params, opt_state=self._init_opt(params), updates=zero, skipped=zero.copy()
+        )
+
+    def update(
+        self, state: TrainState, micros: Sequence[Stack], place: Place | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update from one mini-batch; `state` is donated.
+
+        `micros`: stacks of columns (M, mb, ...), one or several shapes. A non-finite loss or
+        gradient, or a mini-batch without a trained token, changes nothing but `skipped`.
+        """
+        tokens = sum(int(stack["response_mask"].sum()) for stack in micros)
+        if tokens == 0:
+            log.warning("mini-batch has no trained token: update skipped")
+        loss, grads, metrics = self.gradients(state.params, micros, place)
+        state, own = self._apply(state, grads, loss, np.int32(tokens))
+        return state, metrics | own
+
+    def gradients(
+        self, params: Params, micros: Sequence[Stack], place: Place | None = None
+    ) -> tuple[jax.Array, Params, Metrics]:
+        """Loss, float32 gradients and the loss's metrics of one mini-batch."""
+        place = place or self._place
+        denominators = _denominators(micros)
+        grads, losses, metrics = self._zeros(), [], {}
+        for stack in micros:
+            placed = {name: place(self._column(stack, name)) for name in self.columns}
+            grads, loss, more = self._accumulate(params, grads, placed, denominators)
+            losses.append(loss)
+            metrics = merge(metrics, more) if metrics else more
+        return sum(losses[1:], start=losses[0]), grads, metrics
+
+    def _column(self, stack: Stack, name: str) -> np.ndarray:
+        if name not in stack:
+            raise ValueError(f"column {name!r} is missing; the batch has {', '.join(stack)}")
+        return stack[name]
+
+    def _add_micros(
+        self, params: Params, grads: Params, micros: Stack, denominators: Denominators
+    ) -> tuple[Params, jax.Array, Metrics]:
+        """`grads` plus those of M micro-batches, one after another."""
+
+        def loss_of(params: Params, micro: Stack) -> tuple[jax.Array, Mapping[str, Metric]]:
+            return self._loss(self._forward(params, micro), micro, denominators)
+
+        def add(grads: Params, micro: Stack) -> tuple[Params, tuple[jax.Array, Metrics]]:
+            (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(params, micro)
+            # the sum stays sharded like the parameters inside the loop too
+            more = jax.lax.with_sharding_constraint(more, self._param_shardings)
+            return jax.tree.map(jnp.add, grads, more), (loss, dict(metrics))
+
+        grads, (loss_M, metrics_M) = jax.lax.scan(add, grads, micros)
+        return grads, loss_M.sum(), {name: _over_micros(m) for name, m in metrics_M.items()}
+
+    def _apply_grads(
+        self, state: TrainState, grads: Params, loss: jax.Array, tokens: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        norm = optax.tree_utils.tree_norm(grads)
+        usable = jnp.isfinite(norm) & jnp.isfinite(loss) & (tokens > 0)
+        updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+        new = state.replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            updates=state.updates + 1,
+        )
+        old = state.replace(skipped=state.skipped + 1)
+        one = jnp.float32(1)
+        metrics = {
+            "loss": Mean(loss, one),
+            "grad_norm": Mean(norm, one),
+            "lr": Mean(self.optimizer.lr_at(state.updates), one),
+            "skipped": Total(1 - usable.astype(jnp.float32)),
+            "empty": Total((tokens == 0).astype(jnp.float32)),
+        }
+        return jax.tree.map(partial(jnp.where, usable), new, old), metrics
+
+
+def _make_forward(
+    cfg: ModelConfig,
+    head: Head,
+    temperature: float,
+    compute_dtype: str,
+    remat: str,
+    chunk: int,
+    with_entropy: bool,
+    constrain: Constrain,
+) -> Callable[[Params, Stack], Outputs]:
+    """Master weights are cast once a micro-batch; gradients come back through the cast as f32."""
+    options = {"remat": remat, "constrain": constrain}
+
+    def lm(params: Params, micro: Stack) -> Outputs:
+        log_probs_BT, entropy_BT = score_tokens(
+            *(cfg, cast(params, compute_dtype), micro["input_ids"], temperature),
+            chunk=chunk,
+            with_entropy=with_entropy,
+            **options,
+        )
+        return Outputs(log_probs_BT=log_probs_BT, entropy_BT=entropy_BT)
+
+    def value(params: Params, micro: Stack) -> Outputs:
+        params = cast(params, compute_dtype)
+        return Outputs(values_BT=values_of(cfg, params, micro["input_ids"], **options))
+
+    def score(params: Params, micro: Stack) -> Outputs:
+        params, tokens_BT = cast(params, compute_dtype), micro["input_ids"]
+        return Outputs(scores_B=scores_at_end(cfg, params, tokens_BT, micro["length"], **options))
+
+    return {"lm": lm, "value": value, "score": score}[head]
+
+
+def _denominators(micros: Sequence[Stack]) -> Denominators:
+    """Counts of the whole mini-batch, at least 1: a loss of nothing is 0, not 0/0."""
+    masks = [stack["response_mask"] for stack in micros]
+    tokens = sum(int(mask.sum()) for mask in masks)
+    sequences = sum(int(mask.any(axis=-1).sum()) for mask in masks)
+    return Denominators(np.float32(max(tokens, 1)), np.float32(max(sequences, 1)))
+
+
+def _over_micros(metric_M: Metric) -> Metric:
+    return jax.tree.map(partial(OVER_MICROS[type(metric_M)], axis=0), metric_M)
+
+
+def _with_shardings(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}={value!r} must {rule}")
