@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Llama family: one Linen module declares every parameter once, pure functions compute.
+
+Letters, capitals for sizes, in every suffix and einsum of the project:
+  B sequences (rows)   P prompt width      R response width   T = P + R     S key slots
+  V vocabulary         D model width       H query heads      K kv heads    G = H / K
+  d width of a head    F ffn width         L layers           M micro-batches
+  N devices            n samples a prompt
+V' (the padded vocabulary) is written V too. Rows are left-aligned: a row's tokens start at index 0
+and padding follows them, so causal attention alone keeps padding out of every valid position.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from hfjax.models.rope import RopeScaling, rotate, sin_cos
+from meshes.layouts import BATCH, VOCAB
+
+K_MASK = -1e30  # finite: rows of -inf give NaN gradients
+INIT_STDDEV = 0.02  # Hugging Face's initializer_range
+
+Head = Literal["lm", "value", "score"]
+Params = dict[str, Any]
+Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
+RESIDUAL = (BATCH, None, None)  # logical axes of x_BTD
+LOGITS = (BATCH, None, VOCAB)  # logical axes of logits_BTV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and variants of one decoder."""
+
+    layers: int
+    embed: int  # D
+    heads: int  # H
+    kv_heads: int  # K, divides heads
+    head_dim: int  # d, even; need not be embed / heads
+    mlp: int  # F
+    vocab: int  # V, without padding
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False  # logits use the embedding
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: RMS norm of each query and key head before the rotation
+    head_bias: bool = False  # the value or score head has a bias (found in the checkpoint)
+    max_positions: int = 8192
+    vocab_multiple: int = 1  # parameters hold vocab rounded up to a multiple of this
+    family: str = "llama"  # Hugging Face model_type, for export
+
+    def __post_init__(self) -> None:
+        sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+        for name in (*sizes, "vocab_multiple", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; "
+                "each key/value head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even (rotary pairs), got {self.head_dim}")
+
+    @property
+    def padded_vocab(self) -> int:
+        return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
+
+
+@struct.dataclass
+class KVCache:
+    """Keys and values of every layer.
+
+    Slots stand last in the keys: decoding on a CPU read them 12 times faster so. Prompt caches are k_LBKdS, v_LBKSd; caches of n samples a prompt carry n after B.
+    """
+
+    k_LBKdS: jax.Array
+    v_LBKSd: jax.Array
+
+
+class Layers(nn.Module):
+    """Declares the stacked parameters of all blocks."""
+
+    cfg: ModelConfig
+    dtype: Any
+
+    @nn.compact
+    def __call__(self) -> None:
+        c = self.cfg
+        normal, ones, zeros = _initializers()
+        L, D, F = {"layers": c.layers}, {"embed": c.embed}, {"mlp": c.mlp}
+        N, d = {"norm": c.embed}, {"head_dim": c.head_dim}
+        H, K = {"heads": c.heads}, {"kv_heads": c.kv_heads}
+        declare = _declarer(self, self.dtype)
+        declare("attn_norm", ones, L, N)
+        declare("mlp_norm", ones, L, N)
+        declare("wq", normal, L, D, H, d)
+        declare("wk", normal, L, D, K, d)
+        declare("wv", normal, L, D, K, d)
+        declare("wo", normal, L, H, d, D)
+        declare("w_gate", normal, L, D, F)
+        declare("w_up", normal, L, D, F)
+        declare("w_down", normal, L, F, D)
+        if c.qkv_bias:
+            declare("bq", zeros, L, H, d)
+            declare("bk", zeros, L, K, d)
+            declare("bv", zeros, L, K, d)
+        if c.qk_norm:
+            declare("q_norm", ones, L, d)
+            declare("k_norm", ones, L, d)
+
+
+class Llama(nn.Module):
+    """Declares every parameter of a decoder with its head: name, logical axes with sizes, init."""
+
+    cfg: ModelConfig
+    head: Head
+    dtype: Any
+
+    @nn.compact
+    def __call__(self) -> None:
+        c = self.cfg
+        normal, ones, zeros = _initializers()
+        D, V = {"embed": c.embed}, {"vocab": c.padded_vocab}
+        declare = _declarer(self, self.dtype)
+        declare("embed", _zero_phantoms(normal, c.vocab, axis=0), V, D)
+        Layers(c, self.dtype, name="layers")()
+        declare("final_norm", ones, {"norm": c.embed})
+        if self.head == "lm":
+            if not c.tied:
+                declare("lm_head", _zero_phantoms(normal, c.vocab, axis=1), D, V)
+            return
+        declare("value_head", zeros, D)
+        if c.head_bias:
+            declare("value_bias", zeros)
+
+
+def _initializers() -> tuple[Callable, Callable, Callable]:
+    return nn.initializers.normal(INIT_STDDEV), nn.initializers.ones, nn.initializers.zeros
+
+
+def _declarer(module: nn.Module, dtype: Any) -> Callable[..., None]:
+    def declare(name: str, init: Callable, *axes: dict[str, int]) -> None:
+        names = tuple(axis for one in axes for axis in one)
+        sizes = tuple(size for one in axes for size in one.values())
+        module.param(name, nn.with_logical_partitioning(init, names), sizes, dtype)
+
+    return declare
+
+
+def _zero_phantoms(init: Callable, vocab: int, *, axis: int) -> Callable:
+    """Draws the real vocabulary only and appends zeros, so that padding changes no drawn number."""
+
+    def padded(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        real = (*shape[:axis], vocab, *shape[axis + 1 :])
+        missing = [(0, whole - drawn) for whole, drawn in zip(shape, real, strict=True)]
+        return jnp.pad(init(key, real, dtype), missing)
+
+    return padded
+
+
+def abstract_params(
+    cfg: ModelConfig, head: Head, dtype: Any = jnp.float32
+) -> tuple[Params, Params]:
+    """Shapes with dtypes, and logical axes (tuples of names), of every parameter."""
+    boxed = jax.eval_shape(_module(cfg, head, dtype).init, jax.random.key(0))["params"]
+    axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=_is_box)
+    return nn.unbox(boxed), axes
+
+
+def init_params(
+    cfg: ModelConfig,
+    head: Head,
+    key: jax.Array,
+    shardings: Any = None,
+    dtype: Any = jnp.float32,
+) -> Params:
+    """Random parameters born in their shards, equal for every sharding; a scalar head is zero."""
+    module = _module(cfg, head, dtype)
+
+    def init(key: jax.Array) -> Params:
+        return nn.unbox(module.init(key)["params"])
+
+    return jax.jit(init, out_shardings=shardings)(key)
+
+
+def _module(cfg: ModelConfig, head: Head, dtype: Any) -> Llama:
+    if head not in ("lm", "value", "score"):
+        raise ValueError(f"head={head!r} is unknown; use 'lm', 'value' or 'score'")
+    return Llama(cfg, head, dtype)
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.LogicallyPartitioned)
+
+
+def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """The default of `constrain`: leaves the layout of activations to the compiler."""
+    return x
+
+
+def hidden_states(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_BT: jax.Array,
+    *,
+    remat: str = "none",
+    constrain: Constrain = unconstrained,
+) -> jax.Array:
+    """Final-normed hidden states x_BTD, causal from index 0."""
+
+    def body(x_BTD: jax.Array, w: Params) -> tuple[jax.Array, None]:
+        x_BTD, _ = block(cfg, w, x_BTD, turn, attend_causal)
+        return constrain(x_BTD, RESIDUAL), None
+
+    turn = _rotation(cfg, jnp.arange(tokens_BT.shape[1])[None])
+    x_BTD = constrain(embed_tokens(params, tokens_BT), RESIDUAL)
+    x_BTD, _ = jax.lax.scan(rematerialised(body, remat), x_BTD, params["layers"])
+    return rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
+
+
+def rematerialised(body: Callable, remat: str) -> Callable:
+    """The scanned block, saving all ('none'), matmuls with weights ('dots') or nothing ('layer')."""
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return body
+    if remat == "layer":
+        return jax.checkpoint(body, policy=policies.nothing_saveable, prevent_cse=False)
+    if remat == "dots":
+        policy = policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(body, policy=policy, prevent_cse=False)
+    raise ValueError(f"remat={remat!r} is unknown; use 'none', 'dots' or 'layer'")
+
+
+def lm_logits(
+    cfg: ModelConfig, params: Params, x: jax.Array, *, constrain: Constrain = unconstrained
+) -> jax.Array:
+    """Float32 logits (..., V') of x (..., D); phantom columns hold K_MASK and so no probability."""
+    if cfg.tied:
+        logits = _einsum_f32("...D,VD->...V", x, params["embed"])
+    else:
+        logits = _einsum_f32("...D,DV->...V", x, params["lm_head"])
+    if cfg.padded_vocab > cfg.vocab:
+        real_V = jnp.arange(cfg.padded_vocab) < cfg.vocab
+        logits = jnp.where(_lift(real_V, logits.ndim), logits, K_MASK)
+    return constrain(logits, LOGITS) if logits.ndim == len(LOGITS) else logits
+
+
+def scalar_head(params: Params, x: jax.Array) -> jax.Array:
+    """Float32 value or score (...) of x (..., D), with the head's bias where it has one."""
+    weight = params["value_head"].astype(jnp.float32)
+    scalar = jnp.einsum("...D,D->...", x.astype(jnp.float32), weight)
+    return scalar + params["value_bias"].astype(jnp.float32) if "value_bias" in params else scalar
+
+
+def init_cache(cfg: ModelConfig, rows: int, slots: int, dtype: Any) -> KVCache:
+    """An empty prompt cache of `rows` rows."""
+    L, K, d = cfg.layers, cfg.kv_heads, cfg.head_dim
+    return KVCache(
+        k_LBKdS=jnp.zeros((L, rows, K, d, slots), dtype),
+        v_LBKSd=jnp.zeros((L, rows, K, slots, d), dtype),
+    )
+
+
+def prefill(
+    cfg: ModelConfig, params: Params, tokens_BP: jax.Array, *, constrain: Constrain = unconstrained
+) -> tuple[jax.Array, KVCache]:
+    """Final-normed hidden states x_BPD of the prompts, and their keys and values (slots = P)."""
+
+    def body(x_BPD: jax.Array, w: Params) -> tuple[jax.Array, KVCache]:
+        x_BPD, (k_BPKd, v_BPKd) = block(cfg, w, x_BPD, turn, attend_causal)
+        cache = KVCache(k_LBKdS=k_BPKd.transpose(0, 2, 3, 1), v_LBKSd=v_BPKd.transpose(0, 2, 1, 3))
+        return constrain(x_BPD, RESIDUAL), cache
+
+    turn = _rotation(cfg, jnp.arange(tokens_BP.shape[1])[None])
+    x_BPD = constrain(embed_tokens(params, tokens_BP), RESIDUAL)
+    x_BPD, cache = jax.lax.scan(body, x_BPD, params["layers"])
+    return rms_norm(x_BPD, params["final_norm"], cfg.norm_eps), cache
+
+
+def decode_step(
+    cfg: ModelConfig,
+    params: Params,
+    tokens_Bn: jax.Array,
+    prompt: KVCache,
+    prompt_length_B: jax.Array,
+    cache: KVCache,
+    t: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Final-normed x_BnD of the response tokens number t, and the cache with their keys and values.
+
+    Row (b, i) sees slots < prompt_length_b of prompt b, which its n samples share, its own response
+    slots < t of `cache` (k_LBnKdS, v_LBnKSd), and itself, at position prompt_length_b + t. The loop
+    over layers only reads the cache; one slot of it is written afterwards, so nothing copies it.
+    """
+
+    def body(x_BnD: jax.Array, layer: tuple[Params, KVCache, KVCache]) -> tuple[jax.Array, Any]:
+        w, prompt, own = layer
+
+        def attend(q_BnHd: jax.Array, k_BnKd: jax.Array, v_BnKd: jax.Array) -> jax.Array:
+            return attend_cached(q_BnHd, k_BnKd, v_BnKd, prompt, prompt_length_B, own, t)
+
+        return block(cfg, w, x_BnD, turn, attend)
+
+    turn = _rotation(cfg, (prompt_length_B + t)[:, None])
+    x_BnD = embed_tokens(params, tokens_Bn)
+    x_BnD, (k_LBnKd, v_LBnKd) = jax.lax.scan(body, x_BnD, (params["layers"], prompt, cache))
+    cache = KVCache(
+        k_LBKdS=jax.lax.dynamic_update_slice_in_dim(cache.k_LBKdS, k_LBnKd[..., None], t, 5),
+        v_LBKSd=jax.lax.dynamic_update_slice_in_dim(cache.v_LBKSd, v_LBnKd[..., None, :], t, 4),
+    )
+    return rms_norm(x_BnD, params["final_norm"], cfg.norm_eps), cache
+
+
+def embed_tokens(params: Params, tokens: jax.Array) -> jax.Array:
+    """Embeddings (..., D) of tokens (...)."""
+    return params["embed"][tokens]
+
+
+def block(
+    cfg: ModelConfig,
+    w: Params,
+    x: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer, weights w, on x (..., D); also its rotated keys and its values (..., K, d)."""
+    h = rms_norm(x, w["attn_norm"], cfg.norm_eps)
+    q, k, v = project(cfg, w, h)
+    q, k = rotate(q, *turn), rotate(k, *turn)
+    x = x + jnp.einsum("...Hd,HdD->...D", attend(q, k, v), w["wo"])
+    h = rms_norm(x, w["mlp_norm"], cfg.norm_eps)
+    gate = jax.nn.silu(jnp.einsum("...D,DF->...F", h, w["w_gate"]))
+    up = jnp.einsum("...D,DF->...F", h, w["w_up"])
+    return x + jnp.einsum("...F,FD->...D", gate * up, w["w_down"]), (k, v)
+
+
+def project(cfg: ModelConfig, w: Params, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries (..., H, d), keys and values (..., K, d) before the rotation."""
+    q = jnp.einsum("...D,DHd->...Hd", h, w["wq"])
+    k = jnp.einsum("...D,DKd->...Kd", h, w["wk"])
+    v = jnp.einsum("...D,DKd->...Kd", h, w["wv"])
+    if cfg.qkv_bias:
+        q, k, v = (y + _lift(w[b], y.ndim) for y, b in ((q, "bq"), (k, "bk"), (v, "bv")))
+    if cfg.qk_norm:
+        q, k = rms_norm(q, w["q_norm"], cfg.norm_eps), rms_norm(k, w["k_norm"], cfg.norm_eps)
+    return q, k, v
+
+
+def attend_causal(q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array) -> jax.Array:
+    """Attention of every position to itself and the ones before it."""
+    B, T, H, d = q_BTHd.shape
+    K = k_BTKd.shape[2]
+    q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
+    scores_BKGTS = _einsum_f32("BTKGd,BSKd->BKGTS", q_BTKGd, k_BTKd) * d**-0.5
+    seen_TS = jnp.tri(T, dtype=bool)
+    p_BKGTS = jax.nn.softmax(jnp.where(_lift(seen_TS, 5), scores_BKGTS, K_MASK), axis=-1)
+    mixed_BTKGd = jnp.einsum("BKGTS,BSKd->BTKGd", p_BKGTS.astype(v_BTKd.dtype), v_BTKd)
+    return mixed_BTKGd.reshape(B, T, H, d)
+
+
+def attend_cached(
+    q_BnHd: jax.Array,
+    k_BnKd: jax.Array,
+    v_BnKd: jax.Array,
+    prompt: KVCache,
+    prompt_length_B: jax.Array,
+    own: KVCache,
+    t: jax.Array,
+) -> jax.Array:
+    """One softmax over the shared prompt, the row's earlier slots and the token itself (one layer)."""
+    B, n, H, d = q_BnHd.shape
+    K, P, S = k_BnKd.shape[2], prompt.k_LBKdS.shape[-1], own.k_LBKdS.shape[-1]
+    q_BnKGd = q_BnHd.reshape(B, n, K, H // K, d)
+    in_prompt_BP = jnp.arange(P)[None] < prompt_length_B[:, None]
+    shared_BnKGP = _einsum_f32("BnKGd,BKdP->BnKGP", q_BnKGd, prompt.k_LBKdS)
+    earlier_BnKGS = _einsum_f32("BnKGd,BnKdS->BnKGS", q_BnKGd, own.k_LBKdS)
+    itself_BnKG = _einsum_f32("BnKGd,BnKd->BnKG", q_BnKGd, k_BnKd)
+    parts = [
+        jnp.where(in_prompt_BP[:, None, None, None], shared_BnKGP * d**-0.5, K_MASK),
+        jnp.where(_lift(jnp.arange(S) < t, 5), earlier_BnKGS * d**-0.5, K_MASK),
+        itself_BnKG[..., None] * d**-0.5,
+    ]
+    p = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(v_BnKd.dtype)
+    mixed_BnKGd = (
+        _einsum_f32("BnKGP,BKPd->BnKGd", p[..., :P], prompt.v_LBKSd)
+        + _einsum_f32("BnKGS,BnKSd->BnKGd", p[..., P : P + S], own.v_LBKSd)
+        + _einsum_f32("BnKG,BnKd->BnKGd", p[..., -1], v_BnKd)
+    )
+    return mixed_BnKGd.astype(q_BnHd.dtype).reshape(B, n, H, d)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x over its root mean square in float32, times weight (the last axis), in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * _lift(weight, x.ndim)
+
+
+def _rotation(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return sin_cos(positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+
+
+def _einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Matmul in the operands' dtype, accumulated and returned in float32."""
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _lift(x: jax.Array, ndim: int) -> jax.Array:
+    """x with leading axes of size 1 (rank promotion is an error in the tests)."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
