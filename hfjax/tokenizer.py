@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: Hugging Face folders and GGUF files, chat templates, exactly one BOS."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import decoders, models, pre_tokenizers
+
+Messages = Sequence[Mapping[str, Any]]
+GGUF_CONTROL = 3  # llama.cpp's token type for special tokens
+
+
+class _GenerationTag(Extension):
+    """Accepts `{% generation %}`: some templates mark the assistant's words with it."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja reads a class attribute
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Tokenizer:
+    """Text to ids and back, by one Hugging Face tokenizer and its settings."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], source: str):
+        backend.no_truncation()  # a tokenizer.json may carry both, and would cut in silence
+        backend.no_padding()
+        self._backend = backend
+        self._config = dict(config)
+        self._source = source
+        self.bos_id = self._special_id("bos_token")
+        self.eos_id = self._special_id("eos_token")
+        self.pad_id = self._special_id("pad_token")
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.chat_template = _template_text(config.get("chat_template"))
+        self.adds_bos = self._adds_bos()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end token; a model's generation_config.json may name more."""
+        return () if self.eos_id is None else (self.eos_id,)
+
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Ids of a text; with `add_bos`, one BOS in front if this tokenizer uses one."""
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        return self._with_bos(ids) if add_bos else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def apply_chat_template(self, messages: Messages, *, add_generation_prompt: bool) -> list[int]:
+        """Ids of a conversation, with exactly one BOS whether the template writes it or not."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text)
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """The template's text of a conversation; any failure inside it is a ValueError."""
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **{name: self._token(name) or "" for name in _SPECIALS},
+            )
+        except ValueError:
+            raise
+        except Exception as error:  # a template is foreign code: it may raise anything
+            raise ValueError(f"the chat template of {self._source} refused: {error}") from error
+
+    def encode_chat(self, messages: Messages) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation and which are trained: the assistant's, stop token included.
+
+        Each assistant turn is what the template adds to its opening, so both renderings must
+        begin the whole conversation, id by id; a template that rewrites earlier turns is refused.
+        The row ends with its last trained id. A last turn without a stop token is given one.
+        """
+        ids = self.apply_chat_template(messages, add_generation_prompt=False)
+        trained = [False] * len(ids)
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            opening = self.apply_chat_template(messages[:index], add_generation_prompt=True)
+            turn = self.apply_chat_template(messages[: index + 1], add_generation_prompt=False)
+            if ids[: len(opening)] != opening or ids[: len(turn)] != turn:
+                raise ValueError(
+                    f"message {index}: the chat template of {self._source} does not render a "
+                    "conversation as its earlier turns plus new ones, so the assistant's tokens "
+                    "cannot be told apart; train this row as prompt and response"
+                )
+            stops = [at for at in range(len(opening), len(turn)) if ids[at] == self.eos_id]
+            end = stops[-1] + 1 if stops else len(turn)
+            trained[len(opening) : end] = [True] * (end - len(opening))
+        if True not in trained:
+            raise ValueError("there is no assistant message to learn from")
+        end = len(trained) - trained[::-1].index(True)
+        ids, trained = ids[:end], trained[:end]
+        if self.eos_id is not None and ids[-1] != self.eos_id:
+            ids, trained = [*ids, self.eos_id], [*trained, True]
+        return ids, trained
+
+    def save(self, folder: str | Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, as transformers reads them."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(Path(folder) / "tokenizer.json"))
+        text = json.dumps(self._config, indent=2, ensure_ascii=False)
+        (Path(folder) / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+    def _token(self, name: str) -> str | None:
+        value = self._config.get(name)
+        return value["content"] if isinstance(value, Mapping) else value
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._token(name)
+        token_id = None if token is None else self._backend.token_to_id(token)
+        if token is not None and token_id is None:
+            raise ValueError(f"{name}={token!r} of {self._source} is not in its vocabulary")
+        return token_id
+
+    def _adds_bos(self) -> bool:
+        """`add_bos_token` where it is given, otherwise what the post-processor does."""
+        if self.bos_id is None:
+            return False
+        stated = self._config.get("add_bos_token")
+        if isinstance(stated, bool):
+            return stated
+        return self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        if not self.adds_bos or self.bos_id is None or ids[:1] == [self.bos_id]:
+            return ids
+        return [self.bos_id, *ids]
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        if self.chat_template is None:
+            raise ValueError(
+                f"the tokenizer of {self._source} has no chat template, so messages cannot be "
+                "rendered; add chat_template.jinja to the model folder or give plain strings"
+            )
+        try:
+            return _environment().from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self._source} is broken: {error}") from error
+
+
+_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder or of a GGUF file."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        return _load_gguf(path)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ValueError(
+            f"model={str(path)!r} has no tokenizer.json; give a folder saved by transformers' "
+            "save_pretrained with a fast tokenizer, or a .gguf file"
+        )
+    config = _read_json(path / "tokenizer_config.json")
+    template = path / "chat_template.jinja"
+    if template.is_file():
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), config, str(path))
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    """Byte-level BPE with single digits, the "smollm" family; other families are refused.
+
+    Without the Digits step numbers come out as other ids than the model was trained on.
+    """
+    from gguf import GGUFReader  # only GGUF files need the package
+
+    if not path.is_file():
+        raise ValueError(f"model={str(path)!r} is not a file")
+    fields = {name: field.contents() for name, field in GGUFReader(str(path)).fields.items()}
+    family = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre"))
+    if family != ("gpt2", "smollm"):
+        raise ValueError(
+            f"model={str(path)!r} has a GGUF tokenizer of family {family}; only "
+            "('gpt2', 'smollm') is read, give others as a folder with tokenizer.json"
+        )
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    specials = [token for token, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL]
+    backend.add_special_tokens([tokenizers.AddedToken(s, special=True) for s in specials])
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bool(fields.get("tokenizer.ggml.add_bos_token", False)),
+        "chat_template": fields.get("tokenizer.chat_template"),
+    }
+    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
+    for theirs, ours in names.items():
+        token_id = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        config[ours] = None if token_id is None else tokens[token_id]
+    return Tokenizer(backend, config, str(path))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as transformers sets it up, so that the same template gives the same text."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Jinja's own tojson escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _template_text(value: Any) -> str | None:
+    """The template itself, or the one named "default" of a list of named ones."""
+    if isinstance(value, list):
+        return {entry["name"]: entry["template"] for entry in value}.get("default")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
