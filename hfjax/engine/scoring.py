@@ -18,6 +18,7 @@ from hfjax.models.llama import (
     scalar_head,
     unconstrained,
 )
+from hfjax.rl import entropy
 from meshes.layouts import Layout, batch_sharding
 
 
@@ -30,14 +31,6 @@ def log_softmax_at(
     """
     scaled_V = logits_V.astype(jnp.float32) / temperature
     return _pick(scaled_V, tokens) - jax.nn.logsumexp(scaled_V, axis=-1)
-
-
-def entropy_of(logits_V: jax.Array, temperature: float | jax.Array = 1.0) -> jax.Array:
-    """Entropy in nats of softmax(logits / temperature), vocabulary last."""
-    scaled_V = logits_V.astype(jnp.float32) / temperature
-    # probability 0 times the finite K_MASK is 0: -inf would be NaN here
-    mean = jnp.sum(jax.nn.softmax(scaled_V, axis=-1) * scaled_V, axis=-1)
-    return jax.nn.logsumexp(scaled_V, axis=-1) - mean
 
 
 def score_tokens(
@@ -65,7 +58,7 @@ def score_tokens(
         logp_Bc = log_softmax_at(logits_BcV, tokens_Bc, temperature)
         if not with_entropy:
             return logp_Bc, jnp.zeros_like(logp_Bc)
-        return logp_Bc, entropy_of(logits_BcV, temperature)
+        return logp_Bc, entropy(logits_BcV / temperature)
 
     chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
     _, (logp_CBc, entropy_CBc) = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)

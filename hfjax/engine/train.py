@@ -17,16 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from hfjax.engine.microbatch import Stack, place_rows
 from hfjax.engine.scoring import cast, make_constrain, score_tokens, scores_at_end, values_of
-from hfjax.metrics import Max, Mean, Metric, Metrics, Min, Total, merge
-from hfjax.models.llama import Constrain, Head, ModelConfig, Params, abstract_params
+from hfjax.metrics import Max, Mean, Metric, Min, Total, merge
+from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
 from hfjax.rl import Denominators
 from meshes.layouts import Layout, check, replicated, shardings
 
 log = logging.getLogger(__name__)
 
+Metrics = dict[str, Metric]
+Micro = Mapping[str, jax.Array]  # columns of one micro-batch on the devices
 Place = Callable[[np.ndarray], jax.Array]
 
 OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
@@ -70,9 +73,9 @@ class OptimizerConfig:
         rule = f"exceed warmup_steps={self.warmup_steps} with schedule={self.schedule!r}"
         _require(self.total_steps > self.warmup_steps, "total_steps", self.total_steps, rule)
 
-    def lr_at(self, updates: jax.Array) -> jax.Array:
+    def lr_at(self, updates: ArrayLike) -> jax.Array:
         """Learning rate of the update that comes after `updates` applied ones."""
-        done = updates.astype(jnp.float32)
+        done = jnp.asarray(updates).astype(jnp.float32)
         rise = jnp.minimum((done + 1) / max(self.warmup_steps, 1), 1.0)
         if self.schedule == "constant":
             return self.lr * rise
@@ -86,7 +89,9 @@ class OptimizerConfig:
         adamw = optax.adamw(
             self.lr_at, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay
         )
-        return optax.chain(optax.clip_by_global_norm(self.grad_clip or float("inf")), adamw)
+        if not self.grad_clip:
+            return adamw
+        return optax.chain(optax.clip_by_global_norm(self.grad_clip), adamw)
 
 
 @flax.struct.dataclass
@@ -109,9 +114,7 @@ class Outputs:
     scores_B: jax.Array | None = None  # score
 
 
-LossFn = Callable[
-    [Outputs, Mapping[str, jax.Array], Denominators], tuple[jax.Array, Mapping[str, Metric]]
-]
+LossFn = Callable[[Outputs, Micro, Denominators], tuple[jax.Array, Mapping[str, Metric]]]
 
 
 class Trainer:
@@ -144,16 +147,20 @@ class Trainer:
         self.columns = tuple(dict.fromkeys((*needed, *columns)))
         self.optimizer, self._loss = optimizer.sized(total_updates), loss
         self._tx = self.optimizer.transform()
-        self._forward = _make_forward(
-            cfg,
-            head,
-            temperature,
-            compute_dtype,
-            remat,
-            chunk,
-            with_entropy,
-            make_constrain(mesh, layout),
-        )
+        options = {"remat": remat, "constrain": make_constrain(mesh, layout)}
+        lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
+        self._dtype = compute_dtype
+        self._forward: Callable[[Params, Micro], Outputs] = {
+            "lm": lambda params, micro: Outputs(
+                *score_tokens(cfg, params, micro["input_ids"], **lm, **options)
+            ),
+            "value": lambda params, micro: Outputs(
+                values_BT=values_of(cfg, params, micro["input_ids"], **options)
+            ),
+            "score": lambda params, micro: Outputs(
+                scores_B=scores_at_end(cfg, params, micro["input_ids"], micro["length"], **options)
+            ),
+        }[head]
         self._place: Place = partial(place_rows, mesh, layout, axis=1)
 
         shapes, _ = abstract_params(cfg, head, jnp.float32)
@@ -173,7 +180,7 @@ class Trainer:
             self._param_shardings,
             transform_non_params=lambda _: alone,
         )
-        counter = jax.ShapeDtypeStruct((), jnp.int32, sharding=alone)
+        counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=alone)
         return TrainState(
             params=_with_shardings(shapes, self._param_shardings),
             opt_state=_with_shardings(opt_shapes, opt_shardings),
@@ -184,8 +191,12 @@ class Trainer:
     def _compile(self, alone: NamedSharding) -> None:
         state = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
         grads = self._param_shardings
-        # without out_shardings the moments would all lie on one device
-        self._init_opt = jax.jit(self._tx.init, out_shardings=state.opt_state)
+        # without out_shardings the moments would all lie on one device; nothing is donated: the
+        # parameters become the state's own
+        self._init = jax.jit(
+            lambda params: (self._tx.init(params), jnp.int32(0), jnp.int32(0)),
+            out_shardings=(state.opt_state, alone, alone),
+        )
         self._zeros = jax.jit(
             lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._abstract.params),
             out_shardings=grads,
@@ -207,10 +218,8 @@ class Trainer:
             name = f"dtype of parameter {jax.tree_util.keystr(path)}"
             _require(leaf.dtype == jnp.float32, name, leaf.dtype, "be float32 (master weights)")
         params = jax.device_put(params, self._param_shardings)
-        zero = jax.device_put(np.int32(0), self._abstract.updates.sharding)
-        return TrainState(
-            params=params, opt_state=self._init_opt(params), updates=zero, skipped=zero.copy()
-        )
+        opt_state, updates, skipped = self._init(params)
+        return TrainState(params=params, opt_state=opt_state, updates=updates, skipped=skipped)
 
     def update(
         self, state: TrainState, micros: Sequence[Stack], place: Place | None = None
@@ -220,11 +229,11 @@ class Trainer:
         `micros`: stacks of columns (M, mb, ...), one or several shapes. A non-finite loss or
         gradient, or a mini-batch without a trained token, changes nothing but `skipped`.
         """
-        tokens = sum(int(stack["response_mask"].sum()) for stack in micros)
+        tokens, _ = _counts(micros)
         if tokens == 0:
             log.warning("mini-batch has no trained token: update skipped")
         loss, grads, metrics = self.gradients(state.params, micros, place)
-        state, own = self._apply(state, grads, loss, np.int32(tokens))
+        state, own = self._apply(state, grads, loss, tokens)
         return state, metrics | own
 
     def gradients(
@@ -232,11 +241,11 @@ class Trainer:
     ) -> tuple[jax.Array, Params, Metrics]:
         """Loss, float32 gradients and the loss's metrics of one mini-batch."""
         place = place or self._place
-        denominators = _denominators(micros)
+        counts = _counts(micros)
         grads, losses, metrics = self._zeros(), [], {}
         for stack in micros:
             placed = {name: place(self._column(stack, name)) for name in self.columns}
-            grads, loss, more = self._accumulate(params, grads, placed, denominators)
+            grads, loss, more = self._accumulate(params, grads, placed, *counts)
             losses.append(loss)
             metrics = merge(metrics, more) if metrics else more
         return sum(losses[1:], start=losses[0]), grads, metrics
@@ -247,14 +256,22 @@ class Trainer:
         return stack[name]
 
     def _add_micros(
-        self, params: Params, grads: Params, micros: Stack, denominators: Denominators
+        self,
+        params: Params,
+        grads: Params,
+        micros: Micro,
+        tokens: jax.Array,
+        sequences: jax.Array,
     ) -> tuple[Params, jax.Array, Metrics]:
-        """`grads` plus those of M micro-batches, one after another."""
+        """`grads` plus those of M micro-batches, one after another; their loss and metrics."""
+        denominators = Denominators(tokens, sequences)
 
-        def loss_of(params: Params, micro: Stack) -> tuple[jax.Array, Mapping[str, Metric]]:
-            return self._loss(self._forward(params, micro), micro, denominators)
+        def loss_of(params: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
+            # cast once a micro-batch; the gradient comes back through the cast in float32
+            outputs = self._forward(cast(params, self._dtype), micro)
+            return self._loss(outputs, micro, denominators)
 
-        def add(grads: Params, micro: Stack) -> tuple[Params, tuple[jax.Array, Metrics]]:
+        def add(grads: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
             (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(params, micro)
             # the sum stays sharded like the parameters inside the loop too
             more = jax.lax.with_sharding_constraint(more, self._param_shardings)
@@ -269,12 +286,13 @@ class Trainer:
         norm = optax.tree_utils.tree_norm(grads)
         usable = jnp.isfinite(norm) & jnp.isfinite(loss) & (tokens > 0)
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
-        new = state.replace(
+        new = replace(
+            state,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             updates=state.updates + 1,
         )
-        old = state.replace(skipped=state.skipped + 1)
+        old = replace(state, skipped=state.skipped + 1)
         one = jnp.float32(1)
         metrics = {
             "loss": Mean(loss, one),
@@ -286,45 +304,12 @@ class Trainer:
         return jax.tree.map(partial(jnp.where, usable), new, old), metrics
 
 
-def _make_forward(
-    cfg: ModelConfig,
-    head: Head,
-    temperature: float,
-    compute_dtype: str,
-    remat: str,
-    chunk: int,
-    with_entropy: bool,
-    constrain: Constrain,
-) -> Callable[[Params, Stack], Outputs]:
-    """Master weights are cast once a micro-batch; gradients come back through the cast as f32."""
-    options = {"remat": remat, "constrain": constrain}
-
-    def lm(params: Params, micro: Stack) -> Outputs:
-        log_probs_BT, entropy_BT = score_tokens(
-            *(cfg, cast(params, compute_dtype), micro["input_ids"], temperature),
-            chunk=chunk,
-            with_entropy=with_entropy,
-            **options,
-        )
-        return Outputs(log_probs_BT=log_probs_BT, entropy_BT=entropy_BT)
-
-    def value(params: Params, micro: Stack) -> Outputs:
-        params = cast(params, compute_dtype)
-        return Outputs(values_BT=values_of(cfg, params, micro["input_ids"], **options))
-
-    def score(params: Params, micro: Stack) -> Outputs:
-        params, tokens_BT = cast(params, compute_dtype), micro["input_ids"]
-        return Outputs(scores_B=scores_at_end(cfg, params, tokens_BT, micro["length"], **options))
-
-    return {"lm": lm, "value": value, "score": score}[head]
-
-
-def _denominators(micros: Sequence[Stack]) -> Denominators:
-    """Counts of the whole mini-batch, at least 1: a loss of nothing is 0, not 0/0."""
+def _counts(micros: Sequence[Stack]) -> tuple[np.int32, np.int32]:
+    """Trained tokens, and rows that have any, of the whole mini-batch."""
     masks = [stack["response_mask"] for stack in micros]
     tokens = sum(int(mask.sum()) for mask in masks)
     sequences = sum(int(mask.any(axis=-1).sum()) for mask in masks)
-    return Denominators(np.float32(max(tokens, 1)), np.float32(max(sequences, 1)))
+    return np.int32(tokens), np.int32(sequences)
 
 
 def _over_micros(metric_M: Metric) -> Metric:
