@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics: (sum, count) on devices, verl's names on the host, console, JSONL and TensorBoard."""
+
+import json
+import math
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+STEP = "training/global_step"
+TIMING_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
+# verl divides the seconds of generation by response tokens, those of the others by all tokens.
+RESPONSE_STAGES = ("gen",)
+SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
+CONSOLE_NAMES = (
+    "critic/score/mean critic/rewards/mean actor/pg_loss actor/ppo_kl actor/pg_clipfrac "
+    "actor/entropy actor/kl_loss actor/grad_norm critic/vf_loss critic/vf_explained_var "
+    "response_length/mean response_length/clip_ratio perf/throughput"
+).split()
+
+Scalar = Any  # a 0-d jax.Array or np.ndarray, or a Python number
+
+
+class Mean(NamedTuple):
+    """A mean kept as (sum, count): parts of unequal size merge into the mean of the whole."""
+
+    sum: Scalar
+    count: Scalar
+
+    @classmethod
+    def of(cls, x: jax.Array, mask: jax.Array) -> "Mean":
+        """Over the True entries of `mask`; what stands under False, NaN included, is not read."""
+        kept = jnp.where(mask, jnp.asarray(x).astype(jnp.float32), 0.0)
+        return cls(kept.sum(), jnp.asarray(mask).sum(dtype=jnp.float32))
+
+
+class Max(NamedTuple):
+    """A maximum: -inf when nothing was seen, NaN once NaN was seen."""
+
+    value: Scalar
+
+    @classmethod
+    def of(cls, x: jax.Array, mask: jax.Array) -> "Max":
+        """Over the True entries of `mask`."""
+        return cls(jnp.where(mask, jnp.asarray(x).astype(jnp.float32), -jnp.inf).max())
+
+
+class Min(NamedTuple):
+    """A minimum: +inf when nothing was seen, NaN once NaN was seen."""
+
+    value: Scalar
+
+    @classmethod
+    def of(cls, x: jax.Array, mask: jax.Array) -> "Min":
+        """Over the True entries of `mask`."""
+        return cls(jnp.where(mask, jnp.asarray(x).astype(jnp.float32), jnp.inf).min())
+
+
+class Total(NamedTuple):
+    """A sum or a count of events, not divided by anything."""
+
+    value: Scalar
+
+
+Metric = Mean | Max | Min | Total
+JOIN: dict[type, Callable[[Scalar, Scalar], Scalar]] = {
+    Mean: operator.add,
+    Total: operator.add,
+    Max: jnp.maximum,
+    Min: jnp.minimum,
+}
+NEUTRAL = {Mean: 0.0, Total: 0.0, Max: -math.inf, Min: math.inf}
+
+
+def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The metrics of two parts as those of the whole, by name; a name in one part only is kept.
+
+    Right for micro-batches, replicas and processes alike, because nothing has been divided yet.
+    """
+    merged = dict(a)
+    for name, metric in b.items():
+        kind = type(metric)
+        if name in a and type(a[name]) is not kind:
+            raise ValueError(f"metric {name!r} is {type(a[name]).__name__} and {kind.__name__}")
+        merged[name] = kind(*map(JOIN[kind], a[name], metric)) if name in a else metric
+    return merged
+
+
+def empty_like(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The neutral element of `merge`, a scan's first carry; takes the result of eval_shape too."""
+    return {
+        name: type(metric)(*(jnp.full((), NEUTRAL[type(metric)], x.dtype) for x in metric))
+        for name, metric in metrics.items()
+    }
+
+
+def prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """`vf_loss` as `critic/vf_loss`: losses name their metrics, roles say whose they are."""
+    return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
+
+
+def finalize(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
+    """Host floats, fetched in one transfer. The mean or maximum of nothing is left out.
+
+    Plain numbers pass through, so that a learning rate can stand beside the means.
+    """
+    values: dict[str, float] = {}
+    for name, metric in jax.device_get(dict(metrics)).items():
+        if isinstance(metric, Mean):
+            if metric.count != 0:
+                values[name] = float(metric.sum) / float(metric.count)
+        elif not isinstance(metric, Max | Min):
+            values[name] = float(metric.value if isinstance(metric, Total) else metric)
+        elif metric.value != NEUTRAL[type(metric)]:
+            values[name] = float(metric.value)
+    return values
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
+    """1 - Var(returns - values) / (Var(returns) + 1e-5), over flat arrays of valid tokens.
+
+    n-1 variances and the 1e-5 as verl's `critic/vf_explained_var`; needs two tokens.
+    """
+    returns, values = returns.astype(np.float64), values.astype(np.float64)
+    return float(1.0 - (returns - values).var(ddof=1) / (returns.var(ddof=1) + 1e-5))
+
+
+def _spread(name: str, x: np.ndarray) -> dict[str, float]:
+    x = np.asarray(x, np.float64)
+    values = {"mean": x.mean(), "max": x.max(), "min": x.min()} if x.size else {}
+    return {f"{name}/{statistic}": float(value) for statistic, value in values.items()}
+
+
+def _rollout_gap(rollout: np.ndarray, trainer: np.ndarray) -> dict[str, float]:
+    """How far the sampler's probabilities of its own tokens are from the trainer's."""
+    p, q = np.exp(rollout.astype(np.float64)), np.exp(trainer.astype(np.float64))
+    gap, out = np.abs(p - q), {}
+    if p.size:
+        out["training/rollout_probs_diff_max"] = float(gap.max())
+        out["training/rollout_probs_diff_mean"] = float(gap.mean())
+    if p.size > 1:
+        out["training/rollout_probs_diff_std"] = float(gap.std(ddof=1))
+        if p.std() > 0 and q.std() > 0:  # the correlation with a constant does not exist
+            out["training/rollout_actor_probs_pearson_corr"] = float(np.corrcoef(p, q)[0, 1])
+    return out
+
+
+def _lengths(
+    columns: Mapping[str, Any], max_prompt_length: int | None, replicas: int
+) -> dict[str, float]:
+    prompt_B, total_B = np.asarray(columns["prompt_length"]), np.asarray(columns["length"])
+    out = _spread("prompt_length", prompt_B) | _spread("response_length", total_B - prompt_B)
+    if max_prompt_length is not None:
+        out["prompt_length/clip_ratio"] = float((prompt_B >= max_prompt_length).mean())
+    if "truncated" in columns:
+        out["response_length/clip_ratio"] = float(np.asarray(columns["truncated"]).mean())
+    loads = np.array([part.sum() for part in np.array_split(total_B, replicas)])
+    out |= _spread("global_seqlen", loads)
+    out["global_seqlen/minmax_diff"] = float(loads.max() - loads.min())
+    return out
+
+
+def batch_metrics(
+    columns: Mapping[str, Any], *, max_prompt_length: int | None = None, replicas: int = 1
+) -> dict[str, float]:
+    """verl's metrics of one step's batch, from the columns that are there.
+
+    Per-token columns are read at response_mask only; rewards are sums over a row's tokens; lengths
+    and scores count every row, masked ones too. Differences from verl: response_length/clip_ratio
+    is the share of rows without a stop token (a response that stops on its last allowed token is
+    whole); global_seqlen/* are token sums of the `replicas` consecutive parts of the batch.
+    """
+    out: dict[str, float] = {}
+    if "length" in columns and "prompt_length" in columns:
+        out |= _lengths(columns, max_prompt_length, replicas)
+    if "score" in columns:
+        out |= _spread("critic/score", columns["score"])
+    if "response_mask" in columns:
+        out = _token_metrics(columns) | out
+    return out
+
+
+def _token_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
+    out, mask_BT = {}, np.asarray(columns["response_mask"])
+    for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if column in columns:
+            x_BT = np.asarray(columns[column], np.float64)
+            out |= _spread(f"critic/{name}", np.where(mask_BT, x_BT, 0.0).sum(-1))
+    names = ("advantages", "returns", "values", "entropy", "rollout_log_probs", "old_log_probs")
+    tokens = {name: np.asarray(columns[name])[mask_BT] for name in names if name in columns}
+    for name in ("advantages", "returns", "values"):
+        out |= _spread(f"critic/{name}", tokens[name]) if name in tokens else {}
+    if "values" in tokens and "returns" in tokens and mask_BT.sum() > 1:
+        out["critic/vf_explained_var"] = explained_variance(tokens["values"], tokens["returns"])
+    if "entropy" in tokens and mask_BT.any():
+        out["actor/entropy"] = float(tokens["entropy"].mean(dtype=np.float64))
+    if "rollout_log_probs" in tokens and "old_log_probs" in tokens:
+        out |= _rollout_gap(tokens["rollout_log_probs"], tokens["old_log_probs"])
+    return out
+
+
+def timing_metrics(
+    seconds: Mapping[str, float], *, response_tokens: int, total_tokens: int, devices: int
+) -> dict[str, float]:
+    """verl's timing and perf names from seconds by stage, `step` being the whole step.
+
+    perf/throughput is prompt and response tokens a second a device. perf/cpu_memory_used_gb is what
+    this host has in use (GiB, all processes), left out where /proc/meminfo does not exist.
+    """
+    out = {f"timing_s/{stage}": float(s) for stage, s in seconds.items()}
+    for stages, tokens in ((RESPONSE_STAGES, response_tokens), (SEQUENCE_STAGES, total_tokens)):
+        for stage in stages:
+            if stage in seconds and tokens > 0:
+                out[f"timing_per_token_ms/{stage}"] = 1000.0 * seconds[stage] / tokens
+    out["perf/total_num_tokens"] = float(total_tokens)
+    if seconds.get("step", 0.0) > 0.0:
+        out["perf/time_per_step"] = float(seconds["step"])
+        out["perf/throughput"] = total_tokens / (seconds["step"] * devices)
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        kib = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        used_kib = int(kib["MemTotal"].split()[0]) - int(kib["MemAvailable"].split()[0])
+        out["perf/cpu_memory_used_gb"] = used_kib / 2**20
+    return out
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric may differ between two equal runs: it measures the machine."""
+    return name.startswith(TIMING_PREFIXES)
+
+
+def cut_to_step(path: str | Path, step: int) -> int:
+    """Drop a JSONL file's records after `step` and a half-written last line; records kept.
+
+    A resumed run repeats the steps after its checkpoint: cut first, and each step stands once. The
+    file is replaced whole, so a kill in the middle loses nothing.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    lines, kept = path.read_bytes().splitlines(), []
+    for number, line in enumerate(lines, 1):
+        try:
+            if json.loads(line)[STEP] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number} is not a JSON object with {STEP!r}: remove that line"
+                ) from error
+    new = path.with_name(path.name + ".cut")
+    new.write_bytes(b"".join(kept))
+    os.replace(new, path)
+    return len(kept)
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    """One strict JSON object: the step first, then names sorted; NaN and infinities are null.
+
+    Floats are written as repr does, the shortest text that reads back as the same bits.
+    """
+
+    def plain(x: Any) -> Any:
+        x = x.item() if isinstance(x, np.generic) else x
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    names = sorted(record, key=lambda name: (name != STEP, name))
+    return json.dumps({name: plain(record[name]) for name in names}, allow_nan=False) + "\n"
+
+
+def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
+    """One step for the eye: stages with seconds and their share of the step, main numbers."""
+    stages = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/")}
+    whole_s = stages.pop("step", sum(stages.values()))
+    text = Text(f"step {step}" + (f"/{steps}" if steps else ""), style="bold")
+    text.append(f"  {whole_s:.2f} s" if stages else "", style="bold")
+    if stages:
+        shares = sorted(stages.items(), key=lambda stage: -stage[1])
+        words = [f"{name} {s:.2f} s {s / max(whole_s, 1e-9):.0%}" for name, s in shares]
+        text.append("\n  " + " · ".join(words), style="not bold dim")
+    names = [name for name in CONSOLE_NAMES if name in metrics]
+    names += sorted(name for name in metrics if name.startswith("val-core/"))
+    numbers = "   ".join(f"{name.removesuffix('/mean')} {metrics[name]:.4g}" for name in names)
+    text.append("\n  " + numbers if numbers else "", style="not bold")
+    return text
+
+
+class MetricLog:
+    """A run directory's metrics.jsonl, samples.jsonl and TensorBoard events, and the console.
+
+    `after_step` is the checkpoint's step on resume: later records of the run before are cut, and
+    the new ones follow. The default starts the files afresh.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        after_step: int = -1,
+        steps: int | None = None,
+        console: Console | None = None,
+        tensorboard: bool = True,
+    ) -> None:
+        self.out, self.last_step, self.steps = Path(out), after_step, steps
+        self.console = console or Console(soft_wrap=True)
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            cut_to_step(self.out / name, after_step)
+        self.board = None
+        if tensorboard:
+            from tensorboardX import SummaryWriter  # slow to import, and only the driver logs
+
+            events = str(self.out / "tensorboard")
+            self.board = SummaryWriter(events, purge_step=after_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step to every place; steps must rise, so that each stands once."""
+        if step <= self.last_step:
+            raise ValueError(f"step {step} is already in {self.out}/metrics.jsonl; log it once")
+        self.last_step = step
+        self._append("metrics.jsonl", [{**metrics, STEP: step}])
+        if self.board is not None:
+            for name, value in metrics.items():
+                self.board.add_scalar(name, value, step)
+            self.board.flush()
+        self.console.print(console_block(metrics, step, self.steps))
+
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append a step's prompts, responses and scores to samples.jsonl, an object a row."""
+        self._append("samples.jsonl", [{**row, STEP: step} for row in rows])
+
+    def close(self) -> None:
+        """Close TensorBoard's file; the JSONL files are whole after every call."""
+        if self.board is not None:
+            self.board.close()
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
+        with open(self.out / name, "a", encoding="utf-8") as file:
+            file.write("".join(map(_json_line, records)))
