@@ -8,14 +8,16 @@ grown between segments. Programs are therefore bounded: one prefill and one segm
 """
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from hfjax.engine.sampling import Sampling, draw, is_any_of
 from hfjax.models.llama import (
@@ -82,7 +84,8 @@ def _append(
     filtered_BnS = responses.truncated_log_probs_BnS
     if filtered_Bn is not None and filtered_BnS is not None:
         filtered_BnS = write(filtered_BnS, filtered_Bn)
-    return responses.replace(
+    return replace(
+        responses,
         position=position + 1,
         tokens_BnS=write(responses.tokens_BnS, token_Bn),
         log_probs_BnS=write(responses.log_probs_BnS, logp_Bn),
@@ -135,7 +138,8 @@ def _grow(responses: _Responses, slots: int) -> _Responses:
         return jnp.pad(x, width)
 
     filtered_BnS = responses.truncated_log_probs_BnS
-    return responses.replace(
+    return replace(
+        responses,
         cache=KVCache(
             k_LBKdS=pad(responses.cache.k_LBKdS, -1), v_LBKSd=pad(responses.cache.v_LBKSd, -2)
         ),
@@ -185,11 +189,11 @@ class Decoder:
         self._segment = segment
         self._segment_programs = 0
 
-        def sharding(*axes: str | None) -> NamedSharding:
+        def sharding(*axes: str | None) -> Any:  # stands in the field of an array
             return NamedSharding(mesh, layout.spec(axes))
 
         rows = sharding(BATCH)
-        once = NamedSharding(mesh, PartitionSpec())
+        once = sharding()
         prompts = _Prompts(
             cache=KVCache(
                 k_LBKdS=sharding(LAYERS, BATCH, KV_HEADS, HEAD_DIM, None),
@@ -328,7 +332,7 @@ class Decoder:
                 self._cfg, params, last_Bn, prompts.cache, prompts.length_B, responses.cache, t
             )
             logits_BnV = lm_logits(self._cfg, params, x_BnD, constrain=self._constrain)
-            return _append(responses.replace(cache=cache), prompts, logits_BnV, sampling)
+            return _append(replace(responses, cache=cache), prompts, logits_BnV, sampling)
 
         def goes_on(responses: _Responses) -> jax.Array:
             return (responses.position < end) & _any_runs(responses, prompts)
