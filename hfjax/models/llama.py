@@ -75,9 +75,9 @@ class ModelConfig:
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of every layer.
+    """Keys and values of every layer; caches of n samples a prompt carry n after B.
 
-    Slots stand last in the keys: decoding on a CPU read them 12 times faster so. Prompt caches are k_LBKdS, v_LBKSd; caches of n samples a prompt carry n after B.
+    Slots stand last in the keys: decoding on a CPU read them 12 times faster so.
     """
 
     k_LBKdS: jax.Array
@@ -226,7 +226,7 @@ def hidden_states(
 
 
 def rematerialised(body: Callable, remat: str) -> Callable:
-    """The scanned block, saving all ('none'), matmuls with weights ('dots') or nothing ('layer')."""
+    """The scanned block saving all ('none'), matmuls with weights ('dots') or nothing ('layer')."""
     policies = jax.checkpoint_policies
     if remat == "none":
         return body
@@ -374,7 +374,7 @@ def attend_cached(
     own: KVCache,
     t: jax.Array,
 ) -> jax.Array:
-    """One softmax over the shared prompt, the row's earlier slots and the token itself (one layer)."""
+    """One layer's softmax over the shared prompt, the row's earlier slots and the token itself."""
     B, n, H, d = q_BnHd.shape
     K, P, S = k_BnKd.shape[2], prompt.k_LBKdS.shape[-1], own.k_LBKdS.shape[-1]
     q_BnKGd = q_BnHd.reshape(B, n, K, H // K, d)

@@ -50,7 +50,7 @@ class RopeScaling:
 def inverse_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[np.ndarray, float]:
-    """Radians a position of each of head_dim/2 pairs, and the factor on sin and cos (1 but for yarn).
+    """Radians a position of each of head_dim/2 pairs; the factor on sin and cos (1 but for yarn).
 
     Equal to transformers' ROPE_INIT_FUNCTIONS of the same names.
     """
@@ -73,7 +73,7 @@ def _llama3(plain: np.ndarray, s: RopeScaling) -> np.ndarray:
 
 
 def _yarn(plain: np.ndarray, theta: float, s: RopeScaling) -> np.ndarray:
-    """NTK-by-parts (arXiv 2309.00071): a ramp over dimensions from beta_fast to beta_slow rotations."""
+    """NTK-by-parts (arXiv 2309.00071): a ramp over dimensions, beta_fast to beta_slow rotations."""
     dim = 2 * len(plain)
 
     def dimension_of(rotations: float) -> float:
