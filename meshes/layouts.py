@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -232,10 +233,15 @@ def _warn_replicated_kv(shape: MeshShape, layout: Layout, sizes: Mapping[str, se
     heads = math.prod(getattr(shape, axis) for axis in layout.mesh_axes(HEADS))
     kv = math.prod(getattr(shape, axis) for axis in layout.mesh_axes(KV_HEADS))
     if KV_HEADS in sizes and kv < heads:
-        log.warning(
-            "layout %r: tensor=%d does not divide kv_heads=%d: sharded %d ways, %d copies of each",
-            *(layout.name, heads, min(sizes[KV_HEADS]), kv, heads // kv),
+        _warn_once(
+            f"layout {layout.name!r}: tensor={heads} does not divide "
+            f"kv_heads={min(sizes[KV_HEADS])}: sharded {kv} ways, {heads // kv} copies of each"
         )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def divisors(whole: int, most: int | None = None) -> list[int]:
