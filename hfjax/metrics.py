@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics: (sum, count) on devices, verl's names on the host, console, JSONL and TensorBoard."""
 
+import itertools
 import json
 import math
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +23,28 @@ TIMING_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
 RESPONSE_STAGES = ("gen",)
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
-CONSOLE_NAMES = (
-    "critic/score/mean critic/rewards/mean actor/pg_loss actor/ppo_kl actor/pg_clipfrac "
-    "actor/entropy actor/kl_loss actor/grad_norm critic/vf_loss critic/vf_explained_var "
-    "response_length/mean response_length/clip_ratio perf/throughput"
-).split()
+CONSOLE_NAMES = {  # what the console shows of a step, besides all of val-core/, and its words there
+    "critic/score/mean": "score",
+    "critic/vf_explained_var": "vf_explained_var",
+    "actor/loss": "actor loss",
+    "critic/loss": "critic loss",
+    "actor/ppo_kl": "ppo_kl",
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad_norm",
+    "response_length/mean": "length",
+    "response_length/clip_ratio": "truncated",
+    "perf/throughput": "tokens/s/device",
+}
+SAMPLE_COLUMNS = (
+    "row_id",
+    "data_source",
+    "prompt",
+    "response",
+    "ground_truth",
+    "score",
+    "truncated",
+)
+SAMPLE_ROWS = 16  # a step's first rows: enough to read, and a long run's file stays small
 
 Scalar = Any  # a 0-d jax.Array or np.ndarray, or a Python number
 
@@ -47,21 +67,11 @@ class Max(NamedTuple):
 
     value: Scalar
 
-    @classmethod
-    def of(cls, x: jax.Array, mask: jax.Array) -> "Max":
-        """Over the True entries of `mask`."""
-        return cls(jnp.where(mask, jnp.asarray(x).astype(jnp.float32), -jnp.inf).max())
-
 
 class Min(NamedTuple):
     """A minimum: +inf when nothing was seen, NaN once NaN was seen."""
 
     value: Scalar
-
-    @classmethod
-    def of(cls, x: jax.Array, mask: jax.Array) -> "Min":
-        """Over the True entries of `mask`."""
-        return cls(jnp.where(mask, jnp.asarray(x).astype(jnp.float32), jnp.inf).min())
 
 
 class Total(NamedTuple):
@@ -77,7 +87,7 @@ JOIN: dict[type, Callable[[Scalar, Scalar], Scalar]] = {
     Max: jnp.maximum,
     Min: jnp.minimum,
 }
-NEUTRAL = {Mean: 0.0, Total: 0.0, Max: -math.inf, Min: math.inf}
+EMPTY = {Max: -math.inf, Min: math.inf}
 
 
 def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -94,19 +104,6 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
     return merged
 
 
-def empty_like(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The neutral element of `merge`, a scan's first carry; takes the result of eval_shape too."""
-    return {
-        name: type(metric)(*(jnp.full((), NEUTRAL[type(metric)], x.dtype) for x in metric))
-        for name, metric in metrics.items()
-    }
-
-
-def prefixed(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """`vf_loss` as `critic/vf_loss`: losses name their metrics, roles say whose they are."""
-    return {f"{prefix}/{name}": metric for name, metric in metrics.items()}
-
-
 def finalize(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
     """Host floats, fetched in one transfer. The mean or maximum of nothing is left out.
 
@@ -119,7 +116,7 @@ def finalize(metrics: Mapping[str, Metric | Scalar]) -> dict[str, float]:
                 values[name] = float(metric.sum) / float(metric.count)
         elif not isinstance(metric, Max | Min):
             values[name] = float(metric.value if isinstance(metric, Total) else metric)
-        elif metric.value != NEUTRAL[type(metric)]:
+        elif metric.value != EMPTY[type(metric)]:
             values[name] = float(metric.value)
     return values
 
@@ -207,8 +204,31 @@ def _token_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
     return out
 
 
+_taken_s: dict[str, float] = {}
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Times the driver's own work as stage `name`: `with stage("adv")`, or as a decorator.
+
+    Waiting for columns that other processes still compute counts in.
+    """
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        _taken_s[name] = _taken_s.get(name, 0.0) + time.perf_counter() - start_s
+
+
+def taken_seconds() -> dict[str, float]:
+    """Seconds by stage since the last call, which starts the next count."""
+    taken = dict(_taken_s)
+    _taken_s.clear()
+    return taken
+
+
 def timing_metrics(
-    seconds: Mapping[str, float], *, response_tokens: int, total_tokens: int, devices: int
+    seconds: Mapping[str, float], total_tokens: int, response_tokens: int, *, devices: int
 ) -> dict[str, float]:
     """verl's timing and perf names from seconds by stage, `step` being the whole step.
 
@@ -237,20 +257,22 @@ def is_timing(name: str) -> bool:
     return name.startswith(TIMING_PREFIXES)
 
 
-def cut_to_step(path: str | Path, step: int) -> int:
-    """Drop a JSONL file's records after `step` and a half-written last line; records kept.
+def cut_to_step(path: str | Path, step: float) -> int:
+    """Drop a JSONL file's records after `step` and a half-written last line; the last step left.
 
-    A resumed run repeats the steps after its checkpoint: cut first, and each step stands once. The
-    file is replaced whole, so a kill in the middle loses nothing.
+    -1 when nothing is left. A resumed run repeats the steps after its checkpoint: cut first, and
+    each step stands once. The file is replaced whole, so a kill in the middle loses nothing.
     """
-    path = Path(path)
+    path, last_step = Path(path), -1
     if not path.exists():
-        return 0
+        return last_step
     lines, kept = path.read_bytes().splitlines(), []
     for number, line in enumerate(lines, 1):
         try:
-            if json.loads(line)[STEP] <= step:
+            at = json.loads(line)[STEP]
+            if at <= step:
                 kept.append(line + b"\n")
+                last_step = max(last_step, at)
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):
                 raise ValueError(
@@ -259,7 +281,12 @@ def cut_to_step(path: str | Path, step: int) -> int:
     new = path.with_name(path.name + ".cut")
     new.write_bytes(b"".join(kept))
     os.replace(new, path)
-    return len(kept)
+    return last_step
+
+
+def _plain(x: Any) -> Any:
+    x = x.item() if isinstance(x, np.generic) else x
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _json_line(record: Mapping[str, Any]) -> str:
@@ -267,13 +294,9 @@ def _json_line(record: Mapping[str, Any]) -> str:
 
     Floats are written as repr does, the shortest text that reads back as the same bits.
     """
-
-    def plain(x: Any) -> Any:
-        x = x.item() if isinstance(x, np.generic) else x
-        return None if isinstance(x, float) and not math.isfinite(x) else x
-
     names = sorted(record, key=lambda name: (name != STEP, name))
-    return json.dumps({name: plain(record[name]) for name in names}, allow_nan=False) + "\n"
+    plain = {name: _plain(record[name]) for name in names}
+    return json.dumps(plain, allow_nan=False, default=str) + "\n"
 
 
 def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
@@ -284,11 +307,11 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
     text.append(f"  {whole_s:.2f} s" if stages else "", style="bold")
     if stages:
         shares = sorted(stages.items(), key=lambda stage: -stage[1])
-        words = [f"{name} {s:.2f} s {s / max(whole_s, 1e-9):.0%}" for name, s in shares]
-        text.append("\n  " + " · ".join(words), style="not bold dim")
-    names = [name for name in CONSOLE_NAMES if name in metrics]
-    names += sorted(name for name in metrics if name.startswith("val-core/"))
-    numbers = "   ".join(f"{name.removesuffix('/mean')} {metrics[name]:.4g}" for name in names)
+        parts = [f"{name} {s:.2f} s {s / max(whole_s, 1e-9):.0%}" for name, s in shares]
+        text.append("\n  " + " · ".join(parts), style="not bold dim")
+    words = {k: v for k, v in CONSOLE_NAMES.items() if k in metrics}
+    words |= {name: name for name in sorted(metrics) if name.startswith("val-core/")}
+    numbers = "   ".join(f"{word} {metrics[name]:.4g}" for name, word in words.items())
     text.append("\n  " + numbers if numbers else "", style="not bold")
     return text
 
@@ -296,35 +319,36 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
 class MetricLog:
     """A run directory's metrics.jsonl, samples.jsonl and TensorBoard events, and the console.
 
-    `after_step` is the checkpoint's step on resume: later records of the run before are cut, and
-    the new ones follow. The default starts the files afresh.
+    It goes on where the directory's files end; to resume earlier, `cut_to_step` them first.
     """
 
     def __init__(
         self,
         out: str | Path,
         *,
-        after_step: int = -1,
         steps: int | None = None,
         console: Console | None = None,
         tensorboard: bool = True,
     ) -> None:
-        self.out, self.last_step, self.steps = Path(out), after_step, steps
-        self.console = console or Console(soft_wrap=True)
+        self.out, self.steps = Path(out), steps
+        self.console = console or Console(soft_wrap=True, highlight=False)
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            cut_to_step(self.out / name, after_step)
+        cut_to_step(self.out / "samples.jsonl", math.inf)
+        self.last_step = cut_to_step(self.out / "metrics.jsonl", math.inf)
         self.board = None
         if tensorboard:
             from tensorboardX import SummaryWriter  # slow to import, and only the driver logs
 
             events = str(self.out / "tensorboard")
-            self.board = SummaryWriter(events, purge_step=after_step + 1)
+            self.board = SummaryWriter(events, purge_step=self.last_step + 1)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step to every place; steps must rise, so that each stands once."""
         if step <= self.last_step:
-            raise ValueError(f"step {step} is already in {self.out}/metrics.jsonl; log it once")
+            raise ValueError(
+                f"step {step} after step {self.last_step} in {self.out}/metrics.jsonl: "
+                "resume the run, or use a new directory"
+            )
         self.last_step = step
         self._append("metrics.jsonl", [{**metrics, STEP: step}])
         if self.board is not None:
@@ -333,9 +357,12 @@ class MetricLog:
             self.board.flush()
         self.console.print(console_block(metrics, step, self.steps))
 
-    def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append a step's prompts, responses and scores to samples.jsonl, an object a row."""
-        self._append("samples.jsonl", [{**row, STEP: step} for row in rows])
+    def samples(self, step: int, columns: Mapping[str, Any]) -> None:
+        """Append a step's first prompts, responses and scores to samples.jsonl, an object a row."""
+        names = [name for name in SAMPLE_COLUMNS if name in columns]
+        rows = itertools.islice(zip(*(columns[name] for name in names), strict=True), SAMPLE_ROWS)
+        records = [{**dict(zip(names, row, strict=True)), STEP: step} for row in rows]
+        self._append("samples.jsonl", records)
 
     def close(self) -> None:
         """Close TensorBoard's file; the JSONL files are whole after every call."""

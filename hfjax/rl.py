@@ -319,6 +319,16 @@ def aggregate(
     return (sums_B / counts_B if mode == "seq-mean-token-mean" else sums_B).sum() / divisor
 
 
+def loss_metric(loss: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> Mean:
+    """An aggregated loss as a metric: micro-batches add up, mini-batches are averaged.
+
+    The count is the part's share of the mini-batch's tokens, 1 over the whole of it.
+    """
+    tokens_here = jnp.asarray(mask_BT).sum(dtype=jnp.float32)
+    whole = jnp.asarray(denominators.tokens).astype(jnp.float32)
+    return Mean(loss, tokens_here / jnp.maximum(whole, 1.0))
+
+
 def grpo_advantages(
     score_B: np.ndarray,
     group_B: np.ndarray,
