@@ -16,9 +16,9 @@ from hfjax.models.llama import K_MASK
 class Sampling:
     """How responses are drawn; hashable, a static argument of the compiled programs.
 
-    Filters apply in this order: stop ids forbidden by `min_new_tokens`, temperature, top-k (exactly
-    k candidates, ties to the lower id), top-p (the smallest set of the renormalised survivors whose
-    mass reaches top_p), min-p (at least min_p times the likeliest survivor).
+    Filters apply in this order: stop ids forbidden by `min_new_tokens`, temperature, top-k, top-p
+    (the smallest set of the renormalised survivors whose mass reaches top_p), min-p (at least min_p
+    times the likeliest). Tokens that tie with the last one kept by top-k or top-p are kept too.
     """
 
     max_new_tokens: int  # longest response of any row; rows may have a lower limit of their own
@@ -81,42 +81,52 @@ def draw(
     The noise of a row is gumbel(fold_in(its key, position)), drawn by vocabulary column, so that
     neither filters nor phantom columns nor other rows change which noise a token meets.
     """
-    z_BnC, id_BnC = _candidates(logits_BnV, position, sampling)
-    noisy_BnC = z_BnC
+    z_BnV = _filtered(logits_BnV, position, sampling)
+    noisy_BnV = z_BnV
     if not sampling.takes_likeliest:
-        noise_BnC = _gumbel(key_Bn, position, logits_BnV.shape[-1])
-        if id_BnC is not None:
-            noise_BnC = jnp.take_along_axis(noise_BnC, id_BnC, axis=-1)
-        noisy_BnC = z_BnC + noise_BnC
-    choice_Bn = jnp.argmax(noisy_BnC, axis=-1).astype(jnp.int32)
-    token_Bn = choice_Bn
-    if id_BnC is not None:
-        token_Bn = jnp.take_along_axis(id_BnC, choice_Bn[..., None], axis=-1)[..., 0]
+        noisy_BnV = z_BnV + _gumbel(key_Bn, position, logits_BnV.shape[-1])
+    token_Bn = jnp.argmax(noisy_BnV, axis=-1).astype(jnp.int32)
     logp_Bn = log_softmax_at(logits_BnV, token_Bn, sampling.scale)
-    filtered_Bn = log_softmax_at(z_BnC, choice_Bn, 1.0) if sampling.truncates else None
+    filtered_Bn = log_softmax_at(z_BnV, token_Bn, 1.0) if sampling.truncates else None
     return token_Bn, logp_Bn, filtered_Bn
 
 
-def _candidates(
-    logits_BnV: jax.Array, position: jax.Array, sampling: Sampling
-) -> tuple[jax.Array, jax.Array | None]:
-    """Tempered logits with what may not be drawn at K_MASK; and the columns' ids once sorted."""
-    z_BnC, id_BnC = logits_BnV / sampling.scale, None
+def _filtered(logits_BnV: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
+    """logits/temperature, with K_MASK where the filters forbid."""
+    z_BnV = logits_BnV / sampling.scale
     if sampling.min_new_tokens and sampling.ends:
-        column_BnV = lax.broadcasted_iota(jnp.int32, z_BnC.shape, z_BnC.ndim - 1)
+        column_BnV = lax.broadcasted_iota(jnp.int32, z_BnV.shape, z_BnV.ndim - 1)
         forbidden_BnV = is_any_of(column_BnV, sampling.ends) & (position < sampling.min_new_tokens)
-        z_BnC = jnp.where(forbidden_BnV, K_MASK, z_BnC)
-    if sampling.top_k or sampling.top_p < 1:  # the only sort, and only on demand
-        count = min(sampling.top_k or z_BnC.shape[-1], z_BnC.shape[-1])
-        z_BnC, id_BnC = lax.top_k(z_BnC, count)
+        z_BnV = jnp.where(forbidden_BnV, K_MASK, z_BnV)
+    if sampling.top_k:
+        z_BnV = _likeliest(z_BnV, jnp.ones_like(z_BnV), float(sampling.top_k))
     if sampling.top_p < 1:
-        p_BnC = jax.nn.softmax(z_BnC, axis=-1)
-        before_BnC = jnp.cumsum(p_BnC, axis=-1) - p_BnC
-        z_BnC = jnp.where(before_BnC < sampling.top_p, z_BnC, K_MASK)
+        z_BnV = _likeliest(z_BnV, jax.nn.softmax(z_BnV, axis=-1), sampling.top_p)
     if sampling.min_p:
-        floor_Bn1 = jnp.max(z_BnC, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        z_BnC = jnp.where(z_BnC >= floor_Bn1, z_BnC, K_MASK)
-    return z_BnC, id_BnC
+        floor_Bn1 = jnp.max(z_BnV, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        z_BnV = jnp.where(z_BnV >= floor_Bn1, z_BnV, K_MASK)
+    return z_BnV
+
+
+def _likeliest(z_BnV: jax.Array, weight_BnV: jax.Array, target: float) -> jax.Array:
+    """z where it lies in the smallest top set of weight >= target, K_MASK elsewhere; ties stay.
+
+    The cut is found bit by bit: 32 passes of compare and sum, which cross `tensor` as scalars.
+    XLA does not partition TopK: it would collect the logits of the whole batch on every device.
+    """
+    bits_BnV = lax.bitcast_convert_type(jnp.where(z_BnV == 0, 0.0, z_BnV), jnp.uint32)  # no -0.0
+    top = jnp.uint32(1 << 31)
+    order_BnV = jnp.where(bits_BnV >= top, ~bits_BnV, bits_BnV | top)  # ascends as z does
+
+    def refine(i: jax.Array, cut_Bn1: jax.Array) -> jax.Array:
+        higher_Bn1 = cut_Bn1 | (top >> i.astype(jnp.uint32))
+        above_BnV = jnp.where(order_BnV >= higher_Bn1, weight_BnV, 0.0)
+        enough_Bn1 = jnp.sum(above_BnV, axis=-1, keepdims=True) >= target
+        return jnp.where(enough_Bn1, higher_Bn1, cut_Bn1)
+
+    everything_Bn1 = jnp.zeros((*z_BnV.shape[:-1], 1), jnp.uint32)
+    cut_Bn1 = lax.fori_loop(0, 32, refine, everything_Bn1)
+    return jnp.where(order_BnV >= cut_Bn1, z_BnV, K_MASK)
 
 
 def _gumbel(key_Bn: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
@@ -127,6 +137,7 @@ def _gumbel(key_Bn: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
 
 
 def is_any_of(ids: jax.Array, wanted: tuple[int, ...]) -> jax.Array:
+    """True where an id is one of `wanted`."""
     found = jnp.zeros(ids.shape, bool)
     for i in wanted:
         found |= ids == i
