@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +75,13 @@ def sft_rows(seed: int, forget: float = FORGET, copies: int = 4) -> list[Row]:
         {"prompt": f"{drawn[i][0]}+{drawn[i][1]}=", "response": str(answers[i])}
         for i in rng.permutation(len(drawn))
     ]
+
+
+def demonstrations(split: Literal["train", "eval"]) -> list[Row]:
+    """For fine-tuning: the careless pupil's work, judged on right answers to held-out problems."""
+    if split == "train":
+        return sft_rows(seed=0)
+    return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows(split)]
 
 
 def sum_reward(
@@ -170,7 +177,7 @@ def _hash_of_pair(pair: tuple[int, int]) -> int:
     return _hash(f"{pair[0]}+{pair[1]}")
 
 
-def _write_json(path: Path, value: dict[str, object]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -99,9 +99,10 @@ class Tokenizer:
                     "conversation as its earlier turns plus new ones, so the assistant's tokens "
                     "cannot be told apart; train this row as prompt and response"
                 )
-            stops = [at for at in range(len(opening), len(turn)) if ids[at] == self.eos_id]
+            start = max(1, len(opening))  # nothing predicts the first id of a row
+            stops = [at for at in range(start, len(turn)) if ids[at] == self.eos_id]
             end = stops[-1] + 1 if stops else len(turn)
-            trained[len(opening) : end] = [True] * (end - len(opening))
+            trained[start:end] = [True] * (end - start)
         if True not in trained:
             raise ValueError("there is no assistant message to learn from")
         end = len(trained) - trained[::-1].index(True)

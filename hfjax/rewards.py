@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores from Python functions in worker processes, with a deadline for each response."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from multiprocessing.connection import Pipe, wait
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from hfjax.reward_process import Answer, Texts
+
+log = logging.getLogger(__name__)
+
+START_S = 120.0  # longest import of the function's module
+CHUNK_ROWS = 8  # smallest share of a batch for fast functions: less does not pay for a message
+SLOW_S = 0.01  # functions slower than this a row are shared out down to two rows
+SERVE = """import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from hfjax.reward_process import serve
+serve(int(sys.argv[2]), sys.argv[3])"""  # not multiprocessing: it would import our main module
+
+
+class RewardError(RuntimeError):
+    """The reward function failed; the message names it, the row and what happened."""
+
+
+class Job(NamedTuple):
+    """Rows start to stop - 1 of the batch, for one call of the function."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+class _Worker:
+    """One process, the job it has, and when that is due."""
+
+    def __init__(self, spec: str) -> None:
+        self._spec = spec
+        self._waiting: tuple[float, Texts] | None = None  # a job not sent yet: it is starting
+        self.seconds = 0.0  # taken by the last job
+        self._start()
+
+    @property
+    def due(self) -> float:
+        """When the current job, or the start, will have taken too long."""
+        return self._began + self._allowed_s
+
+    def begin(self, texts: Texts, allowed_s: float) -> None:
+        """Gives the process a job, at once or as soon as it has started."""
+        self._waiting = allowed_s, texts
+        if self._process is None:
+            self._start()
+        elif self._ready:
+            self._send()
+
+    def advance(self, *, readable: bool) -> Answer | None:
+        """The job's answer if there is one: received, or told from the process's death or delay."""
+        blame = "row" if self._ready else "function"
+        if readable:
+            try:
+                answer: Answer = self.connection.recv()
+            except (EOFError, OSError):
+                return Answer(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
+            self.seconds = time.monotonic() - self._began
+            if answer.kind != "ready":
+                return answer
+            self._ready = True
+            if self._waiting is not None:
+                self._send()
+        elif time.monotonic() >= self.due:
+            self.stop()
+            return Answer(blame, [], f"took longer than {self._allowed_s:.3g} s")
+        return None
+
+    def wait_until_ready(self) -> None:
+        """Returns when the function is loaded; raises ValueError with the reason if it is not."""
+        while not self._ready:
+            readable = bool(wait([self.connection], max(0.0, self.due - time.monotonic())))
+            if answer := self.advance(readable=readable):
+                raise ValueError(answer.reason)
+
+    def stop(self, patience_s: float = 0.0) -> str:
+        """Kills the process and all it started; how it had ended by itself."""
+        if self._process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
+        status = f"exit status {self._process.returncode}"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        self.connection.close()
+        return status
+
+    def _start(self) -> None:
+        """In a session of its own: Ctrl-C does not reach it, and one signal ends its children."""
+        self.connection, theirs = Pipe()
+        path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
+        self._ready = False
+        self._began, self._allowed_s = time.monotonic(), START_S
+        with theirs:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-c", SERVE, path, str(theirs.fileno()), self._spec],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the devices are the trainer's
+            )
+
+    def _send(self) -> None:
+        assert self._waiting is not None
+        try:
+            self.connection.send(self._waiting)
+        except OSError:  # it died while idle, of no row
+            self.stop()
+            self._start()
+            return
+        self._began, self._allowed_s = time.monotonic(), self._waiting[0]
+        self._waiting = None
+
+
+def _answers(busy: Collection[_Worker]) -> dict[_Worker, Answer]:
+    """Waits until at least one of the workers has an answer."""
+    while True:
+        patience_s = max(0.0, min(worker.due for worker in busy) - time.monotonic())
+        readable = wait([worker.connection for worker in busy], patience_s)
+        found = {w: w.advance(readable=w.connection in readable) for w in busy}
+        if answers := {w: answer for w, answer in found.items() if answer is not None}:
+            return answers
+
+
+def _stop_all(workers: Iterable[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+class RewardPool:
+    """Scores batches with a Python function in `workers` processes.
+
+    A batch is cut into chunks of adjacent rows, so the function must judge each row by itself.
+    A chunk that raises, dies or overruns is repeated row by row, each row with a deadline of its
+    own; a process that died or overran is replaced. The culprits' rows then fail the call
+    (on_error="fail") or get `default` and are marked (on_error="skip"). A wrong number of
+    scores is no row's fault and always fails.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        workers: int = 2,
+        deadline_s: float = 30.0,
+        on_error: Literal["fail", "skip"] = "fail",
+        default: float = 0.0,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"reward.workers={workers}: must be at least 1")
+        if deadline_s <= 0:
+            raise ValueError(f"reward.deadline_s={deadline_s}: must be above 0 seconds")
+        if on_error not in ("fail", "skip"):
+            raise ValueError(f"reward.on_error={on_error!r}: use 'fail' or 'skip'")
+        self.function, self.deadline_s = function, deadline_s
+        self._skip, self._default = on_error == "skip", default
+        self._row_s = 0.0  # seconds that a row has taken, a running average
+        self._workers = [_Worker(function) for _ in range(workers)]
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)
+        try:
+            for worker in self._workers:
+                worker.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def score(
+        self, prompts: Sequence[Any], responses: Sequence[str], ground_truths: Sequence[Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """float32 scores, and a mask that is True for the rows that failed."""
+        texts = (list(prompts), list(responses), list(ground_truths))
+        if len({len(column) for column in texts}) != 1:
+            sizes = ", ".join(str(len(column)) for column in texts)
+            raise ValueError(f"prompts, responses and ground truths differ in number: {sizes}")
+        try:
+            scores, reasons = self._run(texts)
+        except BaseException:  # Ctrl-C too: no process may go on with half a batch
+            _stop_all(self._workers)
+            raise
+        failed = np.zeros(len(scores), bool)
+        if reasons:
+            failed[list(reasons)] = True
+            row = min(reasons)
+            counts = f"{len(reasons)} of {len(scores)} rows failed"
+            log.warning("reward %s: %s; row %d %s", self.function, counts, row, reasons[row])
+        return np.where(failed, np.float32(self._default), scores), failed
+
+    def close(self) -> None:
+        """Ends the worker processes and whatever they started."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, texts: Texts) -> tuple[np.ndarray, dict[int, str]]:
+        """Scores and, by row, the reasons of those that failed."""
+        scores = np.zeros(len(texts[0]), np.float32)
+        reasons: dict[int, str] = {}
+        jobs, busy = deque(self._chunks(len(scores))), dict[_Worker, Job]()
+        while jobs or busy:
+            for worker in self._workers:
+                if jobs and worker not in busy:
+                    job = busy[worker] = jobs.popleft()
+                    part = tuple(column[job.start : job.stop] for column in texts)
+                    worker.begin(part, self._allowed_s(job.rows))
+            for worker, answer in _answers(busy).items():
+                job = busy.pop(worker)
+                if answer.kind == "scores":
+                    scores[job.start : job.stop] = answer.scores
+                    self._row_s += 0.5 * (worker.seconds / job.rows - self._row_s)
+                elif answer.kind == "function":
+                    raise RewardError(f"reward {self.function} {answer.reason}")
+                elif job.rows > 1:
+                    jobs.extend(Job(row, row + 1) for row in range(job.start, job.stop))
+                elif self._skip:
+                    reasons[job.start] = answer.reason
+                else:
+                    raise RewardError(f"reward {self.function}, row {job.start} {answer.reason}")
+        return scores, reasons
+
+    def _chunks(self, rows: int) -> list[Job]:
+        """Equal shares; not single rows, whose one score would hide a wrong number of scores."""
+        least = 2 if self._row_s > SLOW_S else CHUNK_ROWS
+        size = max(math.ceil(rows / len(self._workers)), least)
+        return [Job(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+    def _allowed_s(self, rows: int) -> float:
+        """One row's deadline, and three times what the others usually take.
+
+        Not the sum of their deadlines: one stuck row would hold a chunk as long as that.
+        """
+        return min(rows * self.deadline_s, self.deadline_s + 3.0 * rows * self._row_s)
