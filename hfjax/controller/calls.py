@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in flight: waiting under deadlines, and which of several failures the user sees."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfjax.controller.pool import Pool, ProcessDied, Runtime
+from hfjax.controller.worker import CallInfo, RoleError, describe
+
+POLL_S = 1.0
+GRACE_S = 10.0  # for the cause to show up after a collective that failed on a peer
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One finished call: for timing metrics and the timeline."""
+
+    number: int
+    step: int
+    role: str
+    method: str
+    pool: str
+    start_s: float  # time.time() of the first process that began
+    end_s: float  # of the last that ended
+    compiles: int  # of the process that compiled most
+    inputs: frozenset[int]  # numbers of the calls whose columns it read
+
+
+@dataclass
+class PendingCall:
+    """A call whose processes have not all reported yet."""
+
+    number: int
+    step: int
+    role: str
+    method: str
+    pool: Pool
+    inputs: frozenset[int]
+    infos: list[Any]  # a ref for each rank
+    done: dict[int, CallInfo] = field(default_factory=dict)
+
+    def where(self, rank: int) -> str:
+        pool = self.pool
+        return describe(self.role, self.method, self.step, pool.name, rank, pool.hosts[rank])
+
+    def record(self) -> CallRecord:
+        infos = self.done.values()
+        return CallRecord(
+            self.number,
+            self.step,
+            self.role,
+            self.method,
+            self.pool.name,
+            min(info.start_s for info in infos),
+            max(info.end_s for info in infos),
+            max(info.compiles for info in infos),
+            self.inputs,
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    call: PendingCall
+    rank: int
+    error: Exception
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Causes before consequences: exceptions, deaths, collectives that lost a peer."""
+        if isinstance(self.error, ProcessDied):
+            return 1, self.call.number
+        collective = isinstance(self.error, RoleError) and self.error.collective
+        return (2 if collective else 0), self.call.number
+
+
+class Calls:
+    """Everything the driver has asked for and not yet seen the end of; use it from one thread.
+
+    A call may take `deadline_s` from when it could begin: its inputs done, no earlier call of
+    its pool open. The first failure ends all pools (`end`) and is what every later use raises.
+    """
+
+    def __init__(self, runtime: Runtime, deadline_s: float, end: Callable[[], None]) -> None:
+        self.runtime, self.deadline_s, self._end = runtime, deadline_s, end
+        self.failure: Exception | None = None
+        self.open: dict[int, PendingCall] = {}
+        self.records: list[CallRecord] = []
+        self._begun: dict[int, float] = {}  # call number -> when it could begin
+        self._next = 0
+
+    def submit(
+        self,
+        role: str,
+        method: str,
+        step: int,
+        pool: Pool,
+        inputs: frozenset[int],
+        infos: Sequence[Any],
+    ) -> PendingCall:
+        """Enters a call that was just sent; notices failures of earlier ones."""
+        call = PendingCall(self._next, step, role, method, pool, inputs, list(infos))
+        self._next += 1
+        self.open[call.number] = call
+        self._poll([], 0)
+        return call
+
+    def check(self) -> None:
+        """Raises the failure that ended the pools, if there was one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fetch(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """Values of refs; while it waits, a failure anywhere ends the wait."""
+        self._wait(refs, timeout_s)
+        try:
+            return self.runtime.get(refs)
+        except (RoleError, ProcessDied) as error:  # its own report may come a moment later
+            self._poll([], GRACE_S)
+            raise error
+
+    def finish(self, call: PendingCall, timeout_s: float | None = None) -> list[CallInfo]:
+        """What each process reports of a call, by rank."""
+        self._wait(call.infos, timeout_s)
+        return [call.done[rank] for rank in range(call.pool.processes)]
+
+    def drain(self) -> list[CallRecord]:
+        """Waits for every call; the records since the last time, in call order."""
+        self._wait([ref for call in self.open.values() for ref in call.infos], None)
+        records, self.records = sorted(self.records, key=lambda record: record.number), []
+        return records
+
+    def _wait(self, refs: Sequence[Any], timeout_s: float | None) -> None:
+        self.check()
+        until = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        waiting = self._poll(refs, 0)
+        while waiting:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no result within {timeout_s:g} s")
+            waiting = self._poll(waiting, min(POLL_S, left))
+            self._check_deadlines()
+
+    def _poll(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Waits until something is ready, settles reports; the refs that are not ready."""
+        reports = self._reports()
+        ready = self.runtime.ready(
+            [*refs, *(call.infos[rank] for call, rank in reports)], timeout_s
+        )
+        failures = self._settle(
+            [report for report, done in zip(reports, ready[len(refs) :], strict=True) if done]
+        )
+        if failures:
+            self._fail(failures)
+        for call in self._runnable():
+            self._begun.setdefault(call.number, time.monotonic())
+        return [ref for ref, done in zip(refs, ready, strict=False) if not done]
+
+    def _reports(self) -> list[tuple[PendingCall, int]]:
+        return [
+            (call, rank)
+            for call in self.open.values()
+            for rank in range(call.pool.processes)
+            if rank not in call.done
+        ]
+
+    def _settle(self, reports: Sequence[tuple[PendingCall, int]]) -> list[Failure]:
+        failures = []
+        for call, rank in reports:
+            try:
+                (call.done[rank],) = self.runtime.get([call.infos[rank]])
+            except Exception as error:
+                failures.append(Failure(call, rank, error))
+            if len(call.done) == call.pool.processes:
+                del self.open[call.number]
+                self._begun.pop(call.number, None)
+                self.records.append(call.record())
+        return failures
+
+    def _runnable(self) -> list[PendingCall]:
+        """The oldest open call of each pool, where its inputs are done."""
+        first: dict[str, PendingCall] = {}
+        for call in self.open.values():
+            first.setdefault(call.pool.name, call)
+        return [call for call in first.values() if not call.inputs & self.open.keys()]
+
+    def _check_deadlines(self) -> None:
+        for number, begun in self._begun.items():
+            if time.monotonic() - begun > self.deadline_s:
+                self._stop(RoleError(self._stuck(self.open[number])))
+
+    def _stuck(self, call: PendingCall) -> str:
+        """Names the ranks that did not answer; first those that do not even say where they are."""
+        late = [rank for rank in range(call.pool.processes) if rank not in call.done]
+        stands = {rank: call.pool.probe(rank) for rank in late}
+        late.sort(key=lambda rank: stands[rank] is not None)
+        lines = [f"{call.where(late[0])}: not finished after deadline_s={self.deadline_s:g}"]
+        for rank in late:
+            place = stands[rank]
+            told = f"is in\n{place.rstrip()}" if place else "does not respond (stopped or hung)"
+            lines.append(f"rank {rank} on host {call.pool.hosts[rank]} {told}")
+        return "\n".join(lines)
+
+    def _fail(self, failures: list[Failure]) -> None:
+        """Waits a little for the cause where all that is seen is a consequence, then stops."""
+        until = time.monotonic() + GRACE_S
+        while min(failure.order[0] for failure in failures) == 2 and time.monotonic() < until:
+            seen = {(f.call.number, f.rank) for f in failures}
+            open_reports = [r for r in self._reports() if (r[0].number, r[1]) not in seen]
+            if not open_reports:
+                break
+            ready = self.runtime.ready([call.infos[rank] for call, rank in open_reports], POLL_S)
+            failures += self._settle([r for r, d in zip(open_reports, ready, strict=True) if d])
+        first = min(failures, key=lambda failure: failure.order)
+        error = first.error
+        if not isinstance(error, RoleError):
+            died = "the process died" if isinstance(error, ProcessDied) else "the call failed"
+            error = RoleError(f"{first.call.where(first.rank)}: {died}: {error}")
+        self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        self.failure = error
+        self.open.clear()
+        self._begun.clear()
+        self._end()
+        raise error from None

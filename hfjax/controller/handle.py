@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Role handles: a method call becomes rows for each process and columns that are futures."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hfjax.batch import Batch, Future, Metrics, Piece, take
+from hfjax.controller.calls import CallRecord, Calls, PendingCall
+from hfjax.controller.pool import LocalPool, LocalRuntime, Pool, Runtime
+from hfjax.controller.protocol import Method, Ranks, methods_of
+from hfjax.controller.ray_pool import RayRuntime
+from hfjax.controller.worker import BUILD, Call
+from meshes.mesh import MeshShape
+from meshes.placement import Placement
+
+RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
+DRIVER = "driver"  # the pool of roles that live beside the controller
+
+
+class Reply:
+    """Values of a method without columns, one from each process, still on their way."""
+
+    def __init__(self, calls: Calls, call: PendingCall) -> None:
+        self._calls, self._call = calls, call
+
+    def result(self, timeout_s: float | None = None) -> list[Any]:
+        """The values by rank, waiting for them."""
+        return [info.value for info in self._calls.finish(self._call, timeout_s)]
+
+
+class RoleHandle:
+    """A role as the controller sees it; its attributes are the role's declared methods.
+
+    `handle.name(batch, **kwargs)` returns at once: a Batch of the written columns as futures, or
+    Metrics where a method writes none, or, for a method without columns, a Reply.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        builder: Callable[..., Any],
+        pool: Pool,
+        ranks: Ranks,
+        models: "Models",
+    ) -> None:
+        role_class, settings = _unwrapped(builder)
+        self.role, self.pool, self.ranks, self.models = role, pool, ranks, models
+        self.methods = {
+            name: _with_extra(declared, settings)
+            for name, declared in methods_of(role_class).items()
+        }
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name not in self.methods:
+            raise AttributeError(
+                f"role {self.role!r} has no method {name!r}; it has {', '.join(self.methods)}"
+            )
+        declared = self.methods[name]
+        return partial(self._call if declared.takes_batch else self._command, name, declared)
+
+    def _call(self, name: str, declared: Method, batch: Batch, /, **kwargs: Any) -> Any:
+        models = self.models
+        models.calls.check()
+        columns = self._columns(name, declared, batch)
+        n_rows, group = len(batch), models.group
+        rows = declared.protocol.distribute(self.ranks, n_rows, group)
+        answers = declared.protocol.collect(self.ranks, n_rows, group)
+        pieces, values = self._distributed(columns, rows)
+        calls = [
+            Call(
+                role=self.role,
+                method=name,
+                step=models.step,
+                kwargs=kwargs,
+                columns=pieces[rank],
+                rows=rows[rank],
+                answers=answers[rank],
+                n_rows=n_rows,
+                group=group,
+                writes=declared.writes,
+            )
+            for rank in range(self.pool.processes)
+        ]
+        inputs = [c.calls for c in columns.values() if isinstance(c, Future)]
+        refs, call = self._send(calls, values, frozenset().union(*inputs))
+        metrics = Metrics(lambda timeout_s: models.calls.finish(call, timeout_s)[0].metrics)
+        if not declared.writes:
+            return metrics
+        written = {}
+        for index, column in enumerate(declared.writes):
+            made = [
+                Piece(mine[index], held, np.arange(len(held)))
+                for mine, held in zip(refs, answers, strict=True)
+                if len(held)
+            ]
+            made_by = frozenset({call.number})
+            written[column] = Future(made, n_rows, models.calls.fetch, made_by)
+        return Batch(written, metrics=metrics)
+
+    def _command(self, name: str, declared: Method, /, **kwargs: Any) -> Reply:
+        models = self.models
+        models.calls.check()
+        call = Call(role=self.role, method=name, step=models.step, kwargs=kwargs)
+        everyone = range(self.pool.processes)
+        _, pending = self._send([call for _ in everyone], [[] for _ in everyone], frozenset())
+        return Reply(models.calls, pending)
+
+    def _send(
+        self, calls: list[Call], values: list[list[Any]], inputs: frozenset[int]
+    ) -> tuple[list[list[Any]], PendingCall]:
+        refs = self.pool.call(list(zip(calls, values, strict=True)))
+        infos = [mine[-1] for mine in refs]
+        first = calls[0]
+        pending = self.models.calls.submit(
+            first.role, first.method, first.step, self.pool, inputs, infos
+        )
+        return refs, pending
+
+    def _columns(self, name: str, declared: Method, batch: Batch) -> dict[str, Any]:
+        if not len(batch):
+            raise ValueError(f"{self.role}.{name} was given a batch without rows")
+        missing = [column for column in declared.reads if column not in batch]
+        if missing:
+            raise KeyError(
+                f"{self.role}.{name} reads column {missing[0]!r}, which the batch lacks; "
+                f"it has {', '.join(batch.names)}"
+            )
+        optional = [column for column in declared.optional if column in batch]
+        return {column: batch.column(column) for column in (*declared.reads, *optional)}
+
+    def _distributed(
+        self, columns: Mapping[str, Any], rows: list[np.ndarray]
+    ) -> tuple[list[dict[str, list[Piece]]], list[list[Any]]]:
+        """For each process: where its rows stand in which values, and the refs of those values.
+
+        Futures go as refs, so their payload moves from worker to worker; rows that several
+        processes hold are stored once.
+        """
+        pieces: list[dict[str, list[Piece]]] = [{} for _ in rows]
+        values: list[list[Any]] = [[] for _ in rows]
+        holders = Counter(mine.tobytes() for mine in rows)
+        for name, column in columns.items():
+            stored: dict[bytes, Any] = {}
+            for rank, mine in enumerate(rows):
+                if isinstance(column, Future):
+                    parts = column.take(mine).pieces
+                    pieces[rank][name] = [part._replace(ref=None) for part in parts]
+                    values[rank] += [part.ref for part in parts]
+                    continue
+                key, every = mine.tobytes(), np.arange(len(mine))
+                if key not in stored:
+                    part = take(column, mine)
+                    stored[key] = self.models.runtime.share(part) if holders[key] > 1 else part
+                pieces[rank][name] = [Piece(None, every, every)]
+                values[rank].append(stored[key])
+        if self.pool.here:
+            values = [self.models.calls.fetch(mine) for mine in values]
+        return pieces, values
+
+
+class Models:
+    """All roles of a run, as attributes by name; also a context manager that ends the pools."""
+
+    def __init__(self, runtime: Runtime, deadline_s: float, group: int) -> None:
+        self.runtime, self.group = runtime, group
+        self.handles: dict[str, RoleHandle] = {}
+        self.calls = Calls(runtime, deadline_s, self.shutdown)
+        self.step = 0  # the caller counts; calls, errors and records carry it
+
+    def __getattr__(self, name: str) -> RoleHandle:
+        handles = self.__dict__.get("handles", {})
+        if name not in handles:
+            raise AttributeError(f"no role {name!r}; this run has {', '.join(handles)}")
+        return handles[name]
+
+    def __enter__(self) -> "Models":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def drain(self) -> list[CallRecord]:
+        """Waits for every call; records of those finished since the last drain, in call order."""
+        return self.calls.drain()
+
+    def shutdown(self) -> None:
+        """Ends every pool and its processes; safe to repeat."""
+        for handle in self.handles.values():
+            if isinstance(handle.pool, LocalPool):
+                handle.pool.worker.close()
+        self.runtime.close()
+
+
+def start(
+    placement: Placement,
+    builders: Mapping[str, Callable[..., Any]],
+    *,
+    runtime: str = "ray",
+    deadline_s: float = 1800.0,
+    group: int = 1,
+    platform: str | None = None,
+    log_to_driver: bool = True,
+) -> Models:
+    """Starts the pools of a placement and builds every role in its pool.
+
+    A builder is a role class or a partial of one, called with a RoleContext; a class with
+    `on_driver = True` is built beside the controller and needs no placement. `deadline_s` bounds
+    each call, `group` rows stay on one replica; `platform` ('cpu', 'gpu') is for runtime 'ray'.
+    """
+    if runtime not in RUNTIMES:
+        raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(RUNTIMES)}")
+    on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
+    placement.check([role for role in builders if role not in on_driver])
+    options = {"platform": platform, "log_to_driver": log_to_driver} if runtime == "ray" else {}
+    world = RUNTIMES[runtime](**options)
+    models = Models(world, deadline_s, group)
+    try:
+        pools = world.open(list(placement.pools.values()))
+        for role, builder in builders.items():
+            if role in on_driver:
+                pool, ranks = LocalPool(DRIVER), Ranks(MeshShape())
+            else:
+                where = placement.roles[role]
+                pool = pools[where.pool]
+                ranks = Ranks(where.mesh_shape, pool.processes)
+            models.handles[role] = RoleHandle(role, builder, pool, ranks, models)
+        _build(models, builders, placement)
+    except BaseException:
+        models.shutdown()
+        raise
+    return models
+
+
+def _build(
+    models: Models, builders: Mapping[str, Callable[..., Any]], placement: Placement
+) -> None:
+    """Builds all roles; pools work side by side."""
+    for role, handle in models.handles.items():
+        infos = handle.pool.build(role, builders[role], placement.roles.get(role))
+        models.calls.submit(role, BUILD, 0, handle.pool, frozenset(), infos)
+    models.drain()
+
+
+def _unwrapped(builder: Callable[..., Any]) -> tuple[Any, Mapping[str, Any]]:
+    """The role class behind a builder, and the settings bound to it."""
+    if isinstance(builder, partial):
+        return builder.func, builder.keywords
+    return builder, {}
+
+
+def _on_driver(builder: Callable[..., Any]) -> bool:
+    return getattr(_unwrapped(builder)[0], "on_driver", False)
+
+
+def _with_extra(declared: Method, settings: Mapping[str, Any]) -> Method:
+    """The method with the columns that the role's setting adds to its reads."""
+    extra: Iterable[str] = settings.get(declared.extra, ()) if declared.extra else ()
+    reads = dict.fromkeys((*declared.reads, *extra))
+    return Method(declared.protocol, tuple(reads), declared.optional, declared.writes)

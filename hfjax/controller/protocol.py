@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer protocols: which rows each process gets, which processes answer, and who declares it.
+
+A protocol is data on a role's method (HybridFlow Table 3): two pure functions of where the
+processes stand on the role's mesh. Rows are split over batch replicas in contiguous chunks.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from meshes.mesh import (
+    AXES,
+    DATA,
+    FSDP,
+    PIPE,
+    PIPE_MICRO,
+    TENSOR_MICRO,
+    MeshShape,
+    coordinates,
+)
+
+TRAIN_BATCH = (DATA, FSDP)  # mesh axes that split the rows while training or scoring
+GENERATE_BATCH = (DATA, FSDP, PIPE_MICRO, TENSOR_MICRO)
+MARK = "__hfjax_method__"
+
+
+class Ranks(NamedTuple):
+    """Where a pool's processes stand on a role's mesh: process i owns k neighbouring devices."""
+
+    shape: MeshShape
+    processes: int = 1
+
+    def replica_of_process(self, axes: tuple[str, ...], devices: np.ndarray) -> list[np.ndarray]:
+        """For each process, the replicas over `axes` that its devices (a bool mask) touch."""
+        coords, sizes = coordinates(self.shape), self.shape.sizes
+        columns = [AXES.index(axis) for axis in axes]
+        replica = np.asarray(
+            np.ravel_multi_index(tuple(coords[:, columns].T), [sizes[c] for c in columns])
+        )
+        split = np.split(np.arange(self.shape.devices), self.processes)
+        return [np.unique(replica[mine[devices[mine]]]) for mine in split]
+
+
+Rows = list[np.ndarray]  # ascending global row numbers, for each process
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """`distribute` and `collect` give rows for each process from (ranks, rows, group).
+
+    Each row must be collected from exactly one process, one that was given it.
+    """
+
+    name: str
+    distribute: Callable[[Ranks, int, int], Rows]
+    collect: Callable[[Ranks, int, int], Rows]
+
+
+def rows_per_replica(n_rows: int, replicas: int, group: int) -> int:
+    """Rows in a replica's chunk: a multiple of `group`, to keep a prompt's samples together."""
+    groups = -(-n_rows // group)
+    return -(-groups // replicas) * group
+
+
+def rows_of_replica(n_rows: int, replicas: int, group: int) -> list[range]:
+    """The rows of each replica; the last ones may have fewer, or none."""
+    per = rows_per_replica(n_rows, replicas, group)
+    return [range(min(r * per, n_rows), min((r + 1) * per, n_rows)) for r in range(replicas)]
+
+
+def over_replicas(name: str, axes: tuple[str, ...]) -> Protocol:
+    """Rows split over the replicas that mesh `axes` make, repeated inside each replica.
+
+    A replica's answer comes from the device at its last pipeline stage and first tensor rank,
+    (p=-1, t=0) in the paper, so from the first process that holds it there.
+    """
+
+    def rows(ranks: Ranks, n_rows: int, group: int, devices: np.ndarray) -> Rows:
+        replicas = int(np.prod([ranks.shape.sizes[AXES.index(axis)] for axis in axes]))
+        chunks = [np.array(r, np.int64) for r in rows_of_replica(n_rows, replicas, group)]
+        held = ranks.replica_of_process(axes, devices)
+        return [np.concatenate([chunks[r] for r in mine] or [chunks[0][:0]]) for mine in held]
+
+    def distribute(ranks: Ranks, n_rows: int, group: int) -> Rows:
+        return rows(ranks, n_rows, group, np.ones(ranks.shape.devices, bool))
+
+    def collect(ranks: Ranks, n_rows: int, group: int) -> Rows:
+        leads = np.ones(ranks.shape.devices, bool)
+        for index, axis in enumerate(AXES):
+            if axis not in axes:
+                at = ranks.shape.sizes[index] - 1 if axis in (PIPE, PIPE_MICRO) else 0
+                leads &= coordinates(ranks.shape)[:, index] == at
+        return rows(ranks, n_rows, group, leads)
+
+    return Protocol(name, distribute, collect)
+
+
+def _all_rows(ranks: Ranks, n_rows: int, group: int) -> Rows:
+    return [np.arange(n_rows)] * ranks.processes
+
+
+def _rows_from_first(ranks: Ranks, n_rows: int, group: int) -> Rows:
+    return [np.arange(n_rows if rank == 0 else 0) for rank in range(ranks.processes)]
+
+
+DP_PROTO = over_replicas("DP_PROTO", TRAIN_BATCH)
+THREE_D_PROTO = over_replicas("3D_PROTO", TRAIN_BATCH)
+THREE_D_ALL_MICRO_DP = over_replicas("3D_ALL_MICRO_DP", GENERATE_BATCH)
+# The paper gathers from all ranks. A table can hold one answer a row, and all are equal here: it
+# is process 0's. Values of methods without columns (save, load) do come from every process.
+ONE_TO_ALL = Protocol("ONE_TO_ALL", _all_rows, _rows_from_first)
+
+
+@dataclass
+class Shard:
+    """The rows of a batch that one process holds, on the host."""
+
+    columns: dict[str, Any]  # name -> np.ndarray or list, len(rows) each; arrays are read-only
+    rows: np.ndarray  # their numbers in the whole batch, ascending
+    n_rows: int  # rows of the whole batch
+    group: int  # rows that stay on one replica: the samples of a prompt
+    step: int
+
+
+@dataclass
+class Answer:
+    """What a role's method gives back for the rows its process holds."""
+
+    columns: dict[str, Any]  # name -> np.ndarray or list, len(rows) each
+    rows: np.ndarray
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # global numbers; rank 0's count
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a role's method is called: its protocol and its columns."""
+
+    protocol: Protocol
+    reads: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # read where the batch has them
+    writes: tuple[str, ...] = ()
+    extra: str = ""  # the role's setting that lists more columns to read
+
+    @property
+    def takes_batch(self) -> bool:
+        return bool(self.reads or self.optional or self.writes)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def method(
+    protocol: Protocol,
+    *,
+    reads: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    extra: str = "",
+) -> Callable[[F], F]:
+    """Declares a role's method as callable from the controller.
+
+    With columns, it runs as `role.name(shard, **kwargs) -> Answer` on the rows its process gets;
+    without, as `role.name(**kwargs)` in every process, and gives any value that can be sent.
+    """
+
+    def mark(function: F) -> F:
+        setattr(function, MARK, Method(protocol, reads, optional, writes, extra))
+        return function
+
+    return mark
+
+
+def methods_of(role_class: type) -> dict[str, Method]:
+    """The declared methods of a role class, by name."""
+    members = inspect.getmembers(role_class, inspect.isfunction)
+    return {name: getattr(m, MARK) for name, m in members if getattr(m, MARK, None) is not None}

@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resource pools as Ray actors, one SPMD process each; Ray is imported when a runtime is made."""
+
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+from hfjax.controller import probe
+from hfjax.controller.pool import Pool, ProcessDied
+from hfjax.controller.worker import (
+    PLATFORMS,
+    Call,
+    CallInfo,
+    RoleError,
+    Worker,
+    join,
+    worker_environment,
+)
+from meshes import placement as spec
+
+RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
+START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
+PROBE_TIMEOUT_S = 3
+KILL_TIMEOUT_S = 5
+RESOURCES = {"cpu": "CPU", "gpu": "GPU"}  # platform -> the Ray resource that counts its devices
+
+
+class RayProcess:
+    """The body of a pool's actor; it becomes an SPMD process when it joins."""
+
+    def hello(self) -> dict[str, Any]:
+        """Where this process is and how to reach it."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        return {
+            "address": address,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "probe": probe.listen(address),
+            "coordinator": f"{address}:{probe.free_port(address)}",
+        }
+
+    def join(self, pool: str, **world: Any) -> None:
+        devices = join(**world)
+        rank, processes = world["rank"], world["processes"]
+        self.worker = Worker(pool, devices, rank=rank, processes=processes, local=False)
+
+    def build(self, role: str, builder: bytes, placement: Any) -> CallInfo:
+        def unpacked(context: Any) -> Any:  # so that a builder that cannot load names its role
+            from ray import cloudpickle
+
+            return cloudpickle.loads(builder)(context)
+
+        return self.worker.build(role, unpacked, placement)
+
+    def call(self, call: Call, *values: Any) -> Any:
+        result = self.worker.call(call, *values)
+        return result if call.writes else result[0]
+
+
+class RayPool:
+    """A pool whose processes are Ray actors, in rank order."""
+
+    here = False
+
+    def __init__(self, name: str, actors: Sequence[Any], hellos: Sequence[dict[str, Any]]) -> None:
+        self.name, self.processes = name, len(actors)
+        self.actors, self.hellos = actors, hellos
+        self.hosts = [hello["host"] for hello in hellos]
+
+    def build(self, role: str, builder: Callable[..., Any], placement: Any) -> list[Any]:
+        packed = _packed(builder)
+        return [actor.build.remote(role, packed, placement) for actor in self.actors]
+
+    def call(self, calls: Sequence[tuple[Call, Sequence[Any]]]) -> list[list[Any]]:
+        refs = []
+        for actor, (call, values) in zip(self.actors, calls, strict=True):
+            count = len(call.writes) + 1
+            result = actor.call.options(num_returns=count).remote(call, *values)
+            refs.append([result] if count == 1 else list(result))
+        return refs
+
+    def probe(self, rank: int) -> str | None:
+        hello = self.hellos[rank]
+        return probe.ask(hello["address"], hello["probe"], PROBE_TIMEOUT_S)
+
+
+class RayRuntime:
+    """Pools as Ray actors, all reserved together; the driver's own JAX stays on the CPU.
+
+    Uses the session that is open, else the cluster at RAY_ADDRESS, else a private one on this
+    host. `platform` None takes GPUs where the cluster has any.
+    """
+
+    def __init__(self, platform: str | None = None, *, log_to_driver: bool = True) -> None:
+        if platform not in (None, *PLATFORMS):
+            raise ValueError(f"platform={platform!r} is unknown; use {' or '.join(PLATFORMS)}")
+        self.platform, self.log_to_driver = platform, log_to_driver
+        self.pools: dict[str, RayPool] = {}
+        self._actors: list[Any] = []
+        self._group: Any = None
+        self._owns_session = False
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+    def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
+        import ray
+
+        if not ray.is_initialized():
+            self._init(sum(pool.processes for pool in pools))
+        if self.platform is None:
+            self.platform = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        check_feasible(pools, self.platform, nodes)
+        self._reserve(pools)
+        bundle = 0
+        for pool in pools:
+            self._actors += [self._actor(pool, bundle + index) for index in range(pool.processes)]
+            bundle += pool.processes
+        hellos = self._wait("start", pools, [actor.hello.remote() for actor in self._actors])
+        self._join(pools, hellos)
+        return dict(self.pools)
+
+    def ready(self, refs: Sequence[Any], timeout_s: float) -> list[bool]:
+        """Which refs are done; waits up to `timeout_s` for the first to be."""
+        import ray
+
+        remote = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
+        if not remote:
+            return [True] * len(refs)
+        timeout_s = timeout_s if all(isinstance(ref, ray.ObjectRef) for ref in refs) else 0
+        ray.wait(remote, num_returns=1, timeout=timeout_s, fetch_local=False)
+        done, _ = ray.wait(remote, num_returns=len(remote), timeout=0, fetch_local=False)
+        finished = set(done)
+        return [not isinstance(ref, ray.ObjectRef) or ref in finished for ref in refs]
+
+    def get(self, refs: Sequence[Any]) -> list[Any]:
+        """Values; raises the worker's own RoleError, or ProcessDied."""
+        import ray
+        from ray import exceptions
+
+        remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
+        try:
+            values = iter(ray.get(remote))
+        except exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, RoleError) else error) from None
+        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
+            raise ProcessDied(str(error)) from None
+        return [next(values) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
+
+    def share(self, value: Any) -> Any:
+        import ray
+
+        return ray.put(value)
+
+    def close(self) -> None:
+        """Ends every process of every pool and gives the reservation back."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        self._end_stopped_processes(ray.util.get_node_ip_address())
+        self.pools, self._actors, self._group = {}, [], None
+        if self._owns_session:
+            ray.shutdown()
+            self._owns_session = False
+
+    def _init(self, processes: int) -> None:
+        import ray
+
+        # A failure is reported once, by the driver, not again when its refs are dropped.
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        ray.init(
+            address=address,
+            num_cpus=processes if address == "local" else None,
+            include_dashboard=False if address == "local" else None,
+            namespace=f"hfjax-{uuid.uuid4().hex}",
+            log_to_driver=self.log_to_driver,
+            logging_level="ERROR",
+        )
+        self._owns_session = True
+
+    def _reserve(self, pools: Sequence[spec.Pool]) -> None:
+        import ray
+
+        platform = str(self.platform)
+        bundles = [_bundle(pool, platform) for pool in pools for _ in range(pool.processes)]
+        self._group = ray.util.placement_group(bundles, strategy="PACK")
+        if not self._group.wait(RESERVE_TIMEOUT_S):
+            free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
+            raise ValueError(
+                f"{_request(pools, platform)}: not free within {RESERVE_TIMEOUT_S} s; the cluster "
+                f"has {_total(ray.cluster_resources())}, now available {_total(free)}; "
+                "end other jobs or give the pools less"
+            )
+
+    def _actor(self, pool: spec.Pool, bundle: int) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        platform = str(self.platform)
+        devices = pool.devices // pool.processes
+        actor = ray.remote(RayProcess).options(
+            num_cpus=1,
+            num_gpus=devices if platform == "gpu" else 0,
+            max_restarts=0,
+            max_task_retries=0,
+            runtime_env={"env_vars": _python_path() | worker_environment(platform, devices)},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle
+            ),
+        )
+        return actor.remote()
+
+    def _join(self, pools: Sequence[spec.Pool], hellos: Sequence[dict[str, Any]]) -> None:
+        """Gives ranks, neighbours on one host next to each other, and makes the worlds."""
+        joins, start = [], 0
+        for pool in pools:
+            members = range(start, start + pool.processes)
+            order = sorted(members, key=lambda i: (hellos[i]["address"], i))
+            mine = [hellos[i] for i in order]
+            self.pools[pool.name] = RayPool(pool.name, [self._actors[i] for i in order], mine)
+            joins += [
+                actor.join.remote(
+                    pool.name,
+                    platform=self.platform,
+                    devices=pool.devices // pool.processes,
+                    rank=rank,
+                    processes=pool.processes,
+                    coordinator=mine[0]["coordinator"],
+                )
+                for rank, actor in enumerate(self.pools[pool.name].actors)
+            ]
+            start += pool.processes
+        self._wait("join", pools, joins)
+
+    def _wait(self, what: str, pools: Sequence[spec.Pool], refs: list[Any]) -> list[Any]:
+        """Values of a call to every process, in the pools' order; an error says which it was."""
+        import ray
+
+        names = [f"rank {r} of pool {p.name!r}" for p in pools for r in range(p.processes)]
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        waiting = dict(zip(refs, names, strict=True))
+        while waiting:
+            left_s = max(0.0, ends_s - time.monotonic())
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
+            if not done:
+                late = ", ".join(waiting.values())
+                raise RuntimeError(f"{late}: did not {what} within {START_TIMEOUT_S} s")
+            try:
+                self.get(done)
+            except Exception as error:
+                raise RuntimeError(f"{waiting[done[0]]}: did not {what}: {error}") from error
+            del waiting[done[0]]
+        return self.get(refs)
+
+    def _end_stopped_processes(self, address: str) -> None:
+        """Ends what is left on this host: a stopped process obeys nobody but SIGKILL."""
+        pids = [
+            hello["pid"]
+            for pool in self.pools.values()
+            for hello in pool.hellos
+            if hello["address"] == address
+        ]
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+def check_feasible(
+    pools: Sequence[spec.Pool], platform: str, nodes: Sequence[Mapping[str, float]]
+) -> None:
+    """Refuses pools that the cluster could not hold even if it were empty."""
+    have = Counter[str]()
+    for node in nodes:
+        have.update({kind: node.get(kind, 0) for kind in ("CPU", "GPU")})
+    need = Counter[str]()
+    for pool in pools:
+        bundle = _bundle(pool, platform)
+        need.update({kind: count * pool.processes for kind, count in bundle.items()})
+        if not any(all(node.get(k, 0) >= n for k, n in bundle.items()) for node in nodes):
+            biggest = max((node.get(RESOURCES[platform], 0) for node in nodes), default=0)
+            raise ValueError(
+                f"[pool.{pool.name}] a process asks for {_total(bundle)} of one node, the biggest "
+                f"node has {biggest:g} {RESOURCES[platform]}; use more processes or fewer devices"
+            )
+    if any(need[kind] > have[kind] for kind in need):
+        raise ValueError(
+            f"{_request(pools, platform)}, the cluster has {_total(have)} on {len(nodes)} "
+            "node(s); give the pools fewer processes or devices, or add nodes"
+        )
+
+
+def _bundle(pool: spec.Pool, platform: str) -> dict[str, float]:
+    """What one process of a pool reserves; simulated devices cost nothing."""
+    if platform == "cpu":
+        return {"CPU": 1}
+    return {"CPU": 1, RESOURCES[platform]: pool.devices // pool.processes}
+
+
+def _request(pools: Sequence[spec.Pool], platform: str) -> str:
+    total = Counter[str]()
+    for pool in pools:
+        total.update({k: n * pool.processes for k, n in _bundle(pool, platform).items()})
+    named = ", ".join(f"{pool.name}: {pool.processes} process(es)" for pool in pools)
+    return f"pools ask for {_total(total)} ({named})"
+
+
+def _total(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(k, 0):g} {k}" for k in ("CPU", "GPU") if resources.get(k))
+
+
+def _python_path() -> dict[str, str]:
+    """Lets workers import what the driver can: paths that are not part of the Python they share."""
+    shared = tuple(os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix))
+    paths = [os.path.abspath(path) for path in sys.path]
+    own = [path for path in paths if not os.path.realpath(path).startswith(shared)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(own))}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _packed(builder: Callable[..., Any]) -> bytes:
+    """A builder for another process; code that workers cannot import travels by value."""
+    from ray import cloudpickle
+
+    modules = {module for module in _modules(builder) if not _importable(module)}
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(builder)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _modules(value: Any) -> Iterator[ModuleType]:
+    """Modules of a builder, of its arguments, and of theirs where they are partials."""
+    if isinstance(value, partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            yield from _modules(part)
+        return
+    name = value.__module__ if callable(value) else type(value).__module__
+    if name in sys.modules and name != "__main__":
+        yield sys.modules[name]
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether an import in another process with the same path gives this very module."""
+    top = module.__name__.partition(".")[0]
+    if top in sys.builtin_module_names:
+        return True
+    found = PathFinder.find_spec(top)
+    return found is not None and (
+        found.submodule_search_locations is not None or found.origin == module.__file__
+    )

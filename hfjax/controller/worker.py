@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One SPMD process of a pool: the environment before JAX, its roles, and the calls they get.
+
+This module does not import JAX at the top: platform and simulated devices are set before.
+"""
+
+import functools
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hfjax.batch import Piece, assemble, frozen
+from hfjax.controller.protocol import Answer, Shard
+
+if TYPE_CHECKING:
+    import jax
+
+    from meshes.placement import RolePlacement
+
+BUILD = "build"  # the method name under which errors and records show a role's construction
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}  # platform -> JAX_PLATFORMS
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+JOIN_TIMEOUT_S = 60
+# What a collective says when another process is gone: a consequence, never the cause.
+COLLECTIVE = re.compile(
+    r"gloo|nccl|coordination service|connection (closed|reset|refused)|heartbeat|"
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED",
+    re.IGNORECASE,
+)
+
+
+class RoleError(RuntimeError):
+    """A failure in a worker, with the role, rank, method, step and host it happened at."""
+
+    def __init__(self, message: str, *, collective: bool = False) -> None:
+        super().__init__(message)
+        self.collective = collective
+
+    def __reduce__(self) -> Any:
+        return functools.partial(RoleError, collective=self.collective), self.args
+
+
+@dataclass(frozen=True)
+class RoleContext:
+    """What a role is built with; devices are those of the whole pool, by process."""
+
+    role: str
+    placement: Any  # the RolePlacement; None for a role beside the controller
+    devices: tuple[Any, ...]  # jax devices
+    rank: int = 0
+    processes: int = 1
+    local: bool = True  # the role lives in the controller's process
+
+
+@dataclass(frozen=True)
+class Call:
+    """One method call as one process gets it; the values of `columns` follow it, in order."""
+
+    role: str
+    method: str
+    step: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Sequence[Piece]] | None = None  # refs left out; None: kwargs only
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    answers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    n_rows: int = 0
+    group: int = 1
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What one process reports of one call."""
+
+    rank: int
+    start_s: float  # time.time() of the host
+    end_s: float
+    compiles: int
+    metrics: Mapping[str, Any]
+    value: Any = None  # of a method without columns
+
+
+def describe(role: str, method: str, step: int, pool: str, rank: int, host: str) -> str:
+    """Where a failure happened, as every error of the controller begins."""
+    return f"role {role!r}, {method} at step {step} (rank {rank} of pool {pool!r} on host {host})"
+
+
+def worker_environment(platform: str, devices: int) -> dict[str, str]:
+    """Environment of a process with `devices` devices; only 'cpu' simulates them."""
+    if platform != "cpu":
+        return {"JAX_PLATFORMS": PLATFORMS[platform]}
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(COUNT_FLAG)]
+    return {
+        "JAX_PLATFORMS": PLATFORMS[platform],
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": " ".join([*flags, f"{COUNT_FLAG}={devices}"]),
+    }
+
+
+def join(
+    *, platform: str, devices: int, rank: int, processes: int, coordinator: str
+) -> tuple["jax.Device", ...]:
+    """Makes this process one of `processes` of `devices` devices each; all devices, by process."""
+    environment = worker_environment(platform, devices)
+    os.environ |= environment
+    import jax
+
+    # JAX_* variables are read when jax is first imported, which may have happened.
+    jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
+    if processes > 1:
+        if platform == "cpu":
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            coordinator, processes, rank, initialization_timeout=JOIN_TIMEOUT_S
+        )
+    found = len(jax.local_devices())
+    if found != devices or jax.default_backend() != platform:
+        raise RuntimeError(
+            f"{devices} {platform} devices were asked for, {found} of {jax.default_backend()!r} "
+            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}): was JAX used earlier in this "
+            "process?"
+        )
+    return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+
+
+class Worker:
+    """Hosts all roles of a pool in one process and runs their calls one after the other."""
+
+    def __init__(
+        self,
+        pool: str,
+        devices: Sequence[Any] = (),
+        *,
+        rank: int = 0,
+        processes: int = 1,
+        local: bool = True,
+    ) -> None:
+        self.pool, self.devices, self.rank = pool, tuple(devices), rank
+        self.processes, self.local = processes, local
+        self.host = socket.gethostname()
+        self.roles: dict[str, Any] = {}
+
+    def build(
+        self, role: str, builder: Callable[[RoleContext], Any], placement: "RolePlacement | None"
+    ) -> CallInfo:
+        """Makes a role; `builder` takes its RoleContext."""
+        with self._named(role, BUILD, 0):
+            compiles, start_s = _compiles(), time.time()
+            context = RoleContext(
+                role, placement, self.devices, self.rank, self.processes, self.local
+            )
+            self.roles[role] = builder(context)
+            return CallInfo(self.rank, start_s, time.time(), _compiles() - compiles, {})
+
+    def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
+        """Runs a role's method: one value for each written column, then a CallInfo."""
+        with self._named(call.role, call.method, call.step):
+            compiles, start_s = _compiles(), time.time()
+            function = getattr(self.roles[call.role], call.method)
+            columns: list[Any] = []
+            metrics: Mapping[str, Any] = {}
+            value = None
+            if call.columns is None:
+                value = function(**call.kwargs)
+            else:
+                answer = function(_shard(call, values), **call.kwargs)
+                columns, metrics = _answered(call, answer), answer.metrics
+            end_s = time.time()
+            info = CallInfo(self.rank, start_s, end_s, _compiles() - compiles, metrics, value)
+            return (*columns, info)
+
+    def close(self) -> None:
+        """Lets roles that hold processes or files of their own end them."""
+        for role in self.roles.values():
+            if close := getattr(role, "close", None):
+                close()
+        self.roles.clear()
+
+    @contextmanager
+    def _named(self, role: str, method: str, step: int) -> Iterator[None]:
+        """Adds where a failure happened; through Ray only text of the traceback survives."""
+        try:
+            yield
+        except Exception as error:
+            where = describe(role, method, step, self.pool, self.rank, self.host)
+            text = f"{where}: {type(error).__name__}: {error}"
+            if not self.local:
+                text += f"\n\n{traceback.format_exc()}"
+            foreign = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+            collective = foreign and COLLECTIVE.search(str(error)) is not None
+            raise RoleError(text, collective=collective) from error
+
+
+def _shard(call: Call, values: Sequence[Any]) -> Shard:
+    columns: dict[str, Any] = {}
+    start = 0
+    for name, pieces in (call.columns or {}).items():
+        parts = values[start : start + len(pieces)]
+        start += len(pieces)
+        try:
+            columns[name] = frozen(assemble(pieces, parts, len(call.rows)))
+        except ValueError as error:
+            raise ValueError(f"column {name!r}: {error}") from error
+    return Shard(columns, call.rows, call.n_rows, call.group, call.step)
+
+
+def _answered(call: Call, answer: Answer) -> list[Any]:
+    """The declared columns, cut to the rows this process answers for."""
+    if set(answer.columns) != set(call.writes):
+        raise ValueError(
+            f"{call.method} declares writes={call.writes} but answered {tuple(answer.columns)}"
+        )
+    local = np.full(call.n_rows, -1)
+    local[answer.rows] = np.arange(len(answer.rows))
+    at = local[call.answers]
+    if (at < 0).any():
+        missing = call.answers[at < 0]
+        raise ValueError(f"{call.method} gave no answer for rows {missing[:8]} of this process")
+    every = np.array_equal(at, np.arange(len(answer.rows)))
+    columns: list[Any] = []
+    for name in call.writes:
+        values = answer.columns[name]
+        if len(values) != len(answer.rows):
+            raise ValueError(
+                f"{call.method} answered {len(values)} rows of {name!r} for {len(answer.rows)}"
+            )
+        if not isinstance(values, list):
+            columns.append(np.asarray(values) if every else np.asarray(values)[at])
+        else:
+            columns.append(values if every else [values[index] for index in at])
+    return columns
+
+
+_counted = {"compiles": 0}
+
+
+@functools.cache
+def _listen_to_compiles() -> None:
+    import jax.monitoring
+
+    def count(event: str, seconds: float, **details: Any) -> None:
+        _counted["compiles"] += event == COMPILE_EVENT
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+
+
+def _compiles() -> int:
+    """Programs this process has compiled since it was first asked; 0 where JAX is not in use."""
+    if "jax" not in sys.modules:
+        return 0
+    _listen_to_compiles()
+    return _counted["compiles"]

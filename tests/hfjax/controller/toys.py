@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small roles for the controller's tests: arithmetic, collectives, and ways to fail."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from hfjax.controller.protocol import (
+    DP_PROTO,
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PROTO,
+    Answer,
+    Shard,
+    method,
+)
+from hfjax.controller.worker import RoleContext
+
+
+class Doubler:
+    """Arithmetic on the rows a process holds."""
+
+    def __init__(self, context: RoleContext, *, factor: int = 2, columns: tuple = ()) -> None:
+        self.context, self.factor = context, factor
+        if factor == 0:
+            raise FileNotFoundError("no model at /nowhere")
+
+    @method(DP_PROTO, reads=("x",), optional=("shift",), writes=("y", "text"))
+    def double(self, shard: Shard, *, plus: int = 0) -> Answer:
+        y = shard.columns["x"] * self.factor + plus + shard.columns.get("shift", 0)
+        return Answer(
+            {"y": y, "text": [f"{row}" for row in shard.rows]},
+            shard.rows,
+            {"double/rows": float(shard.n_rows)},
+        )
+
+    @method(THREE_D_ALL_MICRO_DP, reads=("y",), writes=("where",))
+    def locate(self, shard: Shard) -> Answer:
+        rank = np.full(len(shard.rows), self.context.rank)
+        return Answer({"where": rank}, shard.rows, {})
+
+    @method(ONE_TO_ALL, reads=("x",), extra="columns")
+    def update(self, shard: Shard) -> Answer:
+        self.factor += 1
+        names = {name: float(np.sum(value)) for name, value in shard.columns.items()}
+        return Answer({}, shard.rows, {f"sum/{name}": total for name, total in names.items()})
+
+    @method(ONE_TO_ALL)
+    def facts(self) -> dict[str, Any]:
+        return {
+            "rank": self.context.rank,
+            "pid": os.getpid(),
+            "devices": len(self.context.devices),
+            "factor": self.factor,
+        }
+
+    @method(THREE_D_PROTO, reads=("x",), writes=("y",))
+    def wrong(self, shard: Shard) -> Answer:
+        return Answer({"z": shard.columns["x"]}, shard.rows, {})
+
+    @method(THREE_D_PROTO, reads=("x",), writes=("y",))
+    def short(self, shard: Shard) -> Answer:
+        return Answer({"y": shard.columns["x"][:1]}, shard.rows, {})
+
+    @method(THREE_D_PROTO, reads=("x",), writes=("y",))
+    def fails(self, shard: Shard, *, rank: int = 0) -> Answer:
+        if self.context.rank == rank:
+            raise ZeroDivisionError("a toy went wrong")
+        return Answer({"y": shard.columns["x"]}, shard.rows, {})
+
+
+class Summer:
+    """Sums over all devices of its pool, in a jitted collective."""
+
+    def __init__(self, context: RoleContext) -> None:
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        self.context = context
+        self.mesh = Mesh(np.array(context.devices), ("all",))
+        self.sharding = NamedSharding(self.mesh, PartitionSpec("all"))
+        self.whole = NamedSharding(self.mesh, PartitionSpec())
+        self.sum = jax.jit(lambda x: x.sum(), out_shardings=self.whole)
+
+    def total(self, shard: Shard) -> float:
+        """The sum of column x over all rows, by the devices; rows short of a multiple are 0."""
+        import jax
+
+        count = len(self.context.devices)
+        per = -(-shard.n_rows // count)
+        full = np.zeros(per * count, np.float32)
+        full[shard.rows] = shard.columns["x"]
+        x = jax.make_array_from_callback(full.shape, self.sharding, lambda index: full[index])
+        return float(np.asarray(self.sum(x).addressable_data(0)))
+
+    @method(DP_PROTO, reads=("x",), writes=("sum",))
+    def sums(self, shard: Shard, *, wait_s: float = 0.0) -> Answer:
+        time.sleep(wait_s)
+        total = np.full(len(shard.rows), self.total(shard), np.float32)
+        return Answer(
+            {"sum": total}, shard.rows, {"sum/total": float(total[0]) if len(total) else 0.0}
+        )
+
+    @method(DP_PROTO, reads=("x",), writes=("sum",))
+    def breaks(self, shard: Shard, *, rank: int, how: str) -> Answer:
+        """Before the collective, one rank raises, is killed, is stopped, or sleeps."""
+        if self.context.rank == rank:
+            if how == "raise":
+                raise ZeroDivisionError("a toy went wrong")
+            if how == "sleep":
+                time.sleep(3600)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        return self.sums(shard)
+
+    @method(ONE_TO_ALL)
+    def facts(self) -> dict[str, Any]:
+        import jax
+
+        return {
+            "rank": self.context.rank,
+            "pid": os.getpid(),
+            "local": len(jax.local_devices()),
+            "all": len(self.context.devices),
+            "platform": jax.default_backend(),
+        }
+
+
+class Beside:
+    """A role that lives in the controller's process."""
+
+    on_driver = True
+    closed = 0
+
+    def __init__(self, context: RoleContext, *, unit: float = 1.0) -> None:
+        self.context, self.unit = context, unit
+
+    @method(ONE_TO_ALL, reads=("y", "text"), writes=("score", "response"))
+    def score(self, shard: Shard) -> Answer:
+        score = np.asarray(shard.columns["y"], np.float32) * np.float32(self.unit)
+        response = [text + "!" for text in shard.columns["text"]]
+        return Answer({"score": score, "response": response}, shard.rows, {"pid": os.getpid()})
+
+    def close(self) -> None:
+        type(self).closed += 1
