@@ -73,8 +73,7 @@ class ModelConfig:
         return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of every layer; caches of n samples a prompt carry n after B.
 
     Slots stand last in the keys: decoding on a CPU read them 12 times faster so.
