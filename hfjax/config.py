@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import tomli_w
 
-from hfjax.data import DataConfig
 from hfjax.engine.train import OptimizerConfig
+from hfjax.items import DataConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class RunConfig:
     init: Literal["pretrained", "random"] = "pretrained"  # random: config.json only, new weights
     placement: str = ""  # a TOML file or a preset; empty: one pool over the devices found
     runtime: Literal["ray", "local"] = "ray"  # processes, or everything in this one
-    out: str = "runs/latest"  # the run's directory
+    out: str = ""  # the run's directory; empty: runs/ALGORITHM-DATE-TIME
     steps: int = 0  # iterations; 0: until the epochs end
     epochs: int = 1  # passes over the training prompts, when steps is 0
     seed: int = 0  # of shuffling, sampling and new weights
@@ -109,6 +109,7 @@ class RunConfig:
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
 
     def __post_init__(self) -> None:
+        _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")
         for name in ("steps", "save_every", "eval_every", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         for name in ("epochs", "keep_last"):
@@ -123,18 +124,6 @@ SECTIONS: dict[str, type] = {
     "critic": TrainingConfig,
     "reward": RewardConfig,
 }
-
-
-def config_class(settings: type, roles: typing.Collection[str]) -> type:
-    """A frozen dataclass: RunConfig plus the sections these roles use plus `algorithm`."""
-    used = ["data", *(name for name in ("actor", "critic", "reward") if name in roles)]
-    if "reward" in roles:
-        used.append("rollout")
-    fields = [(name, SECTIONS[name], SECTIONS[name]()) for name in used]
-    fields.append(("algorithm", settings, settings()))
-    return dataclasses.make_dataclass(
-        "TrainSettings", fields, bases=(RunConfig,), frozen=True, kw_only=True
-    )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

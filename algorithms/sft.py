@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: the mean negative log-likelihood of the demonstrated tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from hfjax import rl
+from hfjax.batch import Batch
+from hfjax.engine.train import Metrics, Outputs
+from hfjax.items import EXAMPLES
+from hfjax.roles import Actor
+
+DATA = EXAMPLES  # rows are demonstrations, not prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The one choice there is."""
+
+    aggregation: str = "token-mean"  # of token losses over the mini-batch
+
+    def __post_init__(self) -> None:
+        rl.check_aggregation(self.aggregation, None)
+
+
+def roles(cfg: Settings) -> dict[str, Any]:
+    """The actor alone."""
+    return {"actor": partial(Actor, loss=partial(sft_loss, cfg=cfg), columns=())}
+
+
+def step(m: Any, examples: Batch, cfg: Settings) -> tuple[Batch, Any]:
+    """One update on rows of prompt and response."""
+    return examples, m.actor.update_actor(examples)
+
+
+def sft_loss(
+    outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
+) -> tuple[jax.Array, Metrics]:
+    """-log p of the tokens under response_mask."""
+    mask_BT = batch["response_mask"]
+    loss = rl.aggregate(-outputs.log_probs_BT, mask_BT, total, cfg.aggregation)
+    return loss, {"nll": rl.loss_metric(loss, mask_BT, total)}

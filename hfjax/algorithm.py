@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds an algorithm's module by name, and the settings that a run of it has."""
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from hfjax.config import SECTIONS, RunConfig
+
+PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
+
+
+def algorithm_names() -> list[str]:
+    """The algorithms that ship with the package."""
+    spec = importlib.util.find_spec("algorithms")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return sorted(p.stem for f in folders for p in Path(f).glob("*.py") if p.stem != "__init__")
+
+
+def load_algorithm(name: str) -> ModuleType:
+    """The module called `name`: ppo, package.module, or a path to a .py file."""
+    if name.endswith(".py"):
+        module = _from_file(Path(name).resolve())
+    else:
+        module = _from_package(name if "." in name else f"algorithms.{name}", name)
+    missing = [part for part in PARTS if not hasattr(module, part)]
+    if missing:
+        raise ValueError(f"algorithm={name}: {module.__name__} lacks {', '.join(missing)}")
+    return module
+
+
+def algorithm_name(module: ModuleType) -> str:
+    """The name by which load_algorithm finds the module again."""
+    name = module.__name__
+    if "." in name or module.__file__ is None:
+        return name.removeprefix("algorithms.")
+    return module.__file__
+
+
+def config_class(algorithm: ModuleType) -> type:
+    """RunConfig plus the sections that the algorithm's roles use, plus its own Settings."""
+    settings = algorithm.Settings
+    roles = algorithm.roles(settings())
+    used = ["data", *(name for name in ("actor", "critic", "reward") if name in roles)]
+    used += ["rollout"] if "reward" in roles else []
+    fields = [(n, SECTIONS[n], dataclasses.field(default=SECTIONS[n]())) for n in used]
+    fields.append(("algorithm", settings, dataclasses.field(default=settings())))
+    return dataclasses.make_dataclass(
+        "RunSettings", fields, bases=(RunConfig,), frozen=True, kw_only=True
+    )
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"algorithm={path}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    _send_by_value(module)
+    return module
+
+
+def _from_package(full: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        parents = {full[:i] for i, c in enumerate(full) if c == "."} | {full}
+        if error.name not in parents:
+            raise
+    shipped = ", ".join(algorithm_names())
+    raise ValueError(
+        f"algorithm={name}: no module {full}; use one of {shipped}, package.module or a .py file"
+    )
+
+
+def _send_by_value(module: ModuleType) -> None:
+    """Worker processes cannot import a loose file: Ray sends its functions whole."""
+    if importlib.util.find_spec("ray") is not None:
+        from ray import cloudpickle
+
+        cloudpickle.register_pickle_by_value(module)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `hfjax train ALGORITHM` and `hfjax export RUN DIR`."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+COMMANDS = {
+    "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]",
+    "export": "export RUN DIR    the actor of a run's newest checkpoint, in Hugging Face format",
+}
+ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
+USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
+    f"  hfjax {line}" for line in COMMANDS.values()
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        print(f"hfjax: unknown command {command!r}; use one of {', '.join(COMMANDS)}")
+        return 2
+    try:
+        {"train": train, "export": export}[command](rest)
+    except ValueError as error:
+        if os.environ.get("HFJAX_TRACEBACK"):
+            raise
+        print(f"hfjax {command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"hfjax {command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def train(arguments: list[str]) -> None:
+    """Reads the settings of ALGORITHM's run and runs it."""
+    from hfjax import algorithm, run
+
+    if not arguments or arguments[0].startswith("-"):
+        names = ", ".join(algorithm.algorithm_names())
+        raise ValueError(f"ALGORITHM is missing; use one of {names}, a module or a .py file")
+    module = algorithm.load_algorithm(arguments[0])
+    run.train(module, parse(module, arguments[1:]))
+
+
+def parse(module: Any, arguments: list[str]) -> Any:
+    """Settings: defaults, the embedded model's recipe, --config, then the command line."""
+    import tyro
+
+    from hfjax.algorithm import algorithm_name
+    from hfjax.config import read_toml
+    from hfjax.run import default_config
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default="")
+    first.add_argument("--model")
+    known, _ = first.parse_known_args(arguments)
+    file = read_toml(known.config) if known.config else {}
+    model = known.model or file.get("model", "embedded")
+    base = default_config(module, model, known.config)
+    rest = _without(arguments, "--config")
+    prog = f"hfjax train {algorithm_name(module)}"
+    return tyro.cli(
+        type(base),
+        prog=prog,
+        default=base,
+        args=[alias(argument) for argument in rest],
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+
+
+def alias(argument: str) -> str:
+    """--data FILE is short for --data.train FILE, --resume and others stay as they are."""
+    name, equals, value = argument.partition("=")
+    return f"{ALIASES.get(name, name)}{equals}{value}"
+
+
+def _without(arguments: list[str], name: str) -> list[str]:
+    """The arguments without option `name` and its value."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument == name:
+            skip = True
+        elif not argument.startswith(f"{name}="):
+            kept.append(argument)
+    return kept
+
+
+def export(arguments: list[str]) -> None:
+    """Writes the actor of a run in Hugging Face format."""
+    from hfjax.run import export_run
+
+    if len(arguments) != 2:
+        raise ValueError("export takes RUN, a run's directory, and DIR, a new one")
+    export_run(*arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

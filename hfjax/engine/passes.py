@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes over host rows: onto the replicas of a mesh and back, a bounded part at a time."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from hfjax.controller.protocol import Shard, rows_per_replica
+from meshes.layouts import Layout, batch_sharding
+
+PASS_TOKENS = 16_384  # padded tokens a replica in one pass: bounds its activations
+
+Compute = Callable[..., tuple[jax.Array, ...]]
+
+
+class Passes:
+    """Moves rows between a process's Shard and arrays whose rows are split over `replicas`.
+
+    Replica r owns the rows [r * per, (r + 1) * per) of the batch, as the protocols say; rows that
+    do not exist are fillers, and are dropped on the way back.
+    """
+
+    def __init__(self, mesh: Mesh, layout: Layout, replicas: int) -> None:
+        self.replicas = replicas
+        self.sharding = batch_sharding(mesh, layout)
+
+    def over(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
+        """compute(*columns) for all rows: host arrays for shard.rows, of each array it gives.
+
+        Passes have one shape, at most PASS_TOKENS a replica (or one row, if that is wider).
+        """
+        per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
+        width = max(1, min(per, PASS_TOKENS // shard.columns[names[0]].shape[1]))
+        first_rows = np.arange(self.replicas)[:, None] * per
+        done: list[tuple[np.ndarray, tuple[jax.Array, ...]]] = []
+        for start in range(0, per, width):
+            offsets = start + np.arange(width)
+            rows = np.where(offsets < per, first_rows + offsets, -1).reshape(-1)
+            arrays = [self._place(shard.columns[name], shard.rows, rows) for name in names]
+            done.append((rows, compute(*arrays)))
+        return [
+            _collected([(rows, arrays[k]) for rows, arrays in done], shard.rows)
+            for k in range(len(done[0][1]))
+        ]
+
+    def placer(self, shard: Shard) -> Callable[..., jax.Array]:
+        """A function placing all rows at once; values with a row for every n of the shard's."""
+        per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
+
+        def place(values: np.ndarray, n: int, filler: int = 0) -> jax.Array:
+            return self._place(
+                values, shard.rows[::n] // n, np.arange(self.replicas * per // n), filler
+            )
+
+        return place
+
+    def collect(self, shard: Shard, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
+        """Host columns for shard.rows from arrays over all rows in order."""
+        rows = np.arange(next(iter(arrays.values())).shape[0])
+        return {name: _collected([(rows, x)], shard.rows) for name, x in arrays.items()}
+
+    def _place(
+        self, values: np.ndarray, held: np.ndarray, rows: np.ndarray, filler: int = 0
+    ) -> jax.Array:
+        """An array of the rows `rows`; `values` are those of the rows `held`, ascending."""
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            wanted = rows[index[0]]
+            at = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
+            picked = values[at]
+            picked[held[at] != wanted] = filler
+            return picked[(slice(None), *index[1:])]
+
+        shape = (len(rows), *values.shape[1:])
+        return jax.make_array_from_callback(shape, self.sharding, part)
+
+
+def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> np.ndarray:
+    """The rows `held` from arrays whose rows are numbered `rows`; reads this process's shards."""
+    first = parts[0][1]
+    out = np.zeros((len(held), *first.shape[1:]), first.dtype)
+    for rows, array in parts:
+        for shard in array.addressable_shards:
+            if shard.index[1:] and shard.data.shape[1:] != array.shape[1:]:
+                raise ValueError(f"columns of rows must be whole, got sharding {array.sharding}")
+            numbers = rows[shard.index[0]]
+            at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
+            here = held[at] == numbers
+            out[at[here]] = np.asarray(shard.data)[here]
+    return out

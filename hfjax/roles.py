@@ -1,0 +1,383 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The roles of RLHF: what each computes, which columns it reads and writes, by which protocol.
+
+A role object lives in every process of its pool; its methods take a Shard (the rows this process
+holds, on the host) and return an Answer. Names are the paper's (HybridFlow Table 4) and verl's.
+"""
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfjax.config import RewardConfig, RolloutConfig, TrainingConfig
+from hfjax.controller.protocol import (
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PROTO,
+    Answer,
+    Shard,
+    method,
+)
+from hfjax.controller.worker import RoleContext
+from hfjax.engine import checkpoint
+from hfjax.engine.decode import Decoder
+from hfjax.engine.hybrid import Relay
+from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.passes import Passes
+from hfjax.engine.sampling import Sampling
+from hfjax.engine.scoring import score_tokens, scores_at_end, values_of
+from hfjax.engine.train import LossFn, Trainer, TrainState
+from hfjax.metrics import finalize, merge
+from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
+from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
+from hfjax.rewards import RewardPool
+from hfjax.tokenizer import load_tokenizer
+from meshes.layouts import Layout, check, generate_layout, shardings, train_layout
+from meshes.mesh import MeshShape, make_mesh
+
+WIDTH_BUCKET = 32  # rows of an update are trimmed to a multiple of this many tokens
+
+
+def plan_model(shape: MeshShape, model: str, head: Head) -> tuple[ModelConfig, Layout, Any, Any]:
+    """Configuration, training layout, shapes and axes of a model on a mesh; no device is touched.
+
+    Raises ValueError with the numbers where an axis does not divide.
+    """
+    config = load_config(model)
+    config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
+    layout = train_layout(shape, kv_heads=config.kv_heads)
+    shapes, axes = abstract_params(config, head, jnp.float32)
+    check(shape, layout, shapes, axes)
+    return config, layout, shapes, axes
+
+
+class ModelRole:
+    """One model on the devices of its pool: configuration, mesh, layout and weights."""
+
+    head: Head = "lm"
+    dtype_of_weights: str | None = None  # None: that of computation
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        model: str,
+        random: bool = False,
+        seed: int = 0,
+        compute_dtype: str = "float32",
+        temperature: float = 1.0,
+    ) -> None:
+        """Loads the weights (draws them when `random`) straight into their shards."""
+        self.model = model
+        self.temperature = temperature or 1.0  # greedy rows are scored at temperature 1
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.shape = context.placement.mesh_shape
+        self.config, self.layout, self.shapes, self.axes = plan_model(self.shape, model, self.head)
+        self.mesh = make_mesh(context.devices, self.shape)
+        self.passes = Passes(self.mesh, self.layout, self.shape.replicas)
+        placed = shardings(self.mesh, self.layout, self.axes)
+        dtype = jnp.dtype(self.dtype_of_weights or compute_dtype)
+        if random:
+            key = jax.random.key(seed)
+            self.params = init_params(self.config, self.head, key, placed, dtype)
+        else:
+            self.params = load_params(model, self.config, self.head, placed, dtype)
+
+
+class TrainedRole(ModelRole):
+    """A model with an optimizer; the training state is the only owner of its weights."""
+
+    dtype_of_weights = "float32"
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        loss: LossFn,
+        columns: tuple[str, ...],
+        training: TrainingConfig,
+        with_entropy: bool = False,
+        **model: Any,
+    ) -> None:
+        """`loss` reads `columns` of the batch; `model` goes to ModelRole."""
+        super().__init__(context, compute_dtype=training.compute_dtype, **model)
+        self.training = training
+        self.columns = ("input_ids", "length", "response_mask", *columns)
+        self.trainer = Trainer(
+            self.config,
+            self.head,
+            self.mesh,
+            self.layout,
+            self.axes,
+            training.optimizer,
+            loss,
+            columns=columns,
+            temperature=self.temperature,
+            compute_dtype=training.compute_dtype,
+            remat=training.remat,
+            with_entropy=with_entropy,
+        )
+        self.set_state(self.trainer.init_state(self.params))
+
+    def set_state(self, state: TrainState) -> None:
+        """Takes a new training state."""
+        self.train_state, self.params = state, state.params
+
+    def update(self, shard: Shard, prefix: str) -> Answer:
+        """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""
+        size = self.training.minibatch_sequences or shard.n_rows
+        total: dict[str, Any] = {}
+        for _ in range(self.training.epochs):
+            for start in range(0, shard.n_rows, size):
+                rows = {k: shard.columns[k][start : start + size] for k in self.columns}
+                micros = cut_micros(
+                    rows,
+                    replicas=self.shape.replicas,
+                    micro_sequences=self.training.micro_sequences,
+                    micro_tokens=self.training.micro_tokens,
+                    bucket=WIDTH_BUCKET,
+                )
+                state, metrics = self.trainer.update(self.train_state, micros)
+                self.set_state(state)
+                total = merge(total, metrics)
+        metrics = {f"{prefix}/{name}": value for name, value in finalize(total).items()}
+        return Answer({}, shard.rows, metrics)
+
+    @method(ONE_TO_ALL)
+    def save(self, *, path: str) -> None:
+        """Writes the training state under `path`."""
+        checkpoint.save_role(path, self.train_state)
+
+    @method(ONE_TO_ALL)
+    def load(self, *, path: str) -> None:
+        """Takes the training state saved under `path`, on whatever mesh it was saved."""
+        self.set_state(checkpoint.restore_role(path, self.trainer.abstract_state()))
+
+    @method(ONE_TO_ALL)
+    def export(self, *, directory: str) -> None:
+        """Writes the weights as a Hugging Face directory."""
+        save_hf(self.params, self.config, self.head, self.model, directory)
+
+
+class Actor(TrainedRole):
+    """The policy: generates, scores its tokens, learns."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        rollout: RolloutConfig | None = None,
+        seed: int = 0,
+        **trained: Any,
+    ) -> None:
+        """`rollout` None: an actor that never generates."""
+        temperature = rollout.temperature if rollout else 1.0
+        super().__init__(context, temperature=temperature, seed=seed, **trained)
+        self.seed, self.rollout = seed, rollout
+        self.score = jax.jit(partial(score_tokens, self.config, temperature=self.temperature))
+        if rollout is None:
+            return
+        layout = generate_layout(self.shape, kv_heads=self.config.kv_heads)
+        self.generation = Passes(self.mesh, layout, self.shape.gen_replicas)
+        self.relay = Relay(
+            self.mesh, self.layout, layout, self.shapes, self.axes, self.compute_dtype
+        )
+        self.decoder = Decoder(self.config, self.mesh, layout)
+        ids = (*generation_stop_ids(self.model), *load_tokenizer(self.model).stop_ids)
+        self.stop_ids = tuple(dict.fromkeys(ids))
+
+    def set_state(self, state: TrainState) -> None:
+        """Takes a new training state; weights laid out for generation are stale then."""
+        self.generate_params: Any = None
+        super().set_state(state)
+
+    def sampling(self, n: int, *, greedy: bool) -> Sampling:
+        """The rollout's settings for n responses a prompt; greedy ones ignore the filters."""
+        r = self.rollout
+        assert r is not None, "this actor was built without a [rollout] section"
+        greedy = greedy or r.temperature == 0
+        filters = {} if greedy else {"top_k": r.top_k, "top_p": r.top_p, "min_p": r.min_p}
+        return Sampling(
+            n=n,
+            temperature=self.temperature,
+            greedy=greedy,
+            max_new_tokens=r.max_new_tokens,
+            min_new_tokens=r.min_new_tokens,
+            stop_ids=self.stop_ids,
+            ignore_eos=r.ignore_eos,
+            **filters,
+        )
+
+    @method(
+        THREE_D_ALL_MICRO_DP,
+        reads=("prompt_ids", "prompt_length", "row_id"),
+        optional=("max_new_tokens",),
+        writes=("input_ids", "length", "response_mask", "rollout_log_probs", "truncated"),
+    )
+    def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
+        """A response a row; the n adjacent rows of a prompt share its prefill.
+
+        A sampled token depends on (seed, step, row_id, position) and the weights alone. Weights
+        are re-laid first if they changed.
+        """
+        relay_s = self.relay_weights()
+        n, place = shard.group, self.generation.placer(shard)
+        sampling = self.sampling(n, greedy=greedy)
+        default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
+        limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
+        out = self.decoder.generate(
+            self.generate_params,
+            place(shard.columns["prompt_ids"][::n], n),
+            place(shard.columns["prompt_length"][::n], n, filler=1),
+            place(shard.columns["row_id"].reshape(-1, n), n),
+            jax.random.fold_in(jax.random.key(self.seed), shard.step),
+            sampling,
+            max_new_B=place(limit.reshape(-1, n), n),
+        )
+        arrays = {
+            "input_ids": out.input_ids_BT,
+            "length": out.length_B,
+            "response_mask": out.response_mask_BT,
+            "rollout_log_probs": out.log_probs_BT,
+            "truncated": out.truncated_B,
+        }
+        columns = self.generation.collect(shard, arrays)
+        return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
+
+    def relay_weights(self) -> float:
+        """Lays changed weights out for generation; the seconds it took."""
+        start_s = time.perf_counter()
+        if self.generate_params is None:
+            self.generate_params = jax.block_until_ready(self.relay.to_generate(self.params))
+        return time.perf_counter() - start_s
+
+    @method(
+        THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
+    )
+    def compute_log_prob(self, shard: Shard) -> Answer:
+        """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
+        logp, entropy = self.passes.over(shard, ("input_ids",), partial(self.score, self.params))
+        columns = {"old_log_probs": masked(logp, shard), "entropy": masked(entropy, shard)}
+        return Answer(columns, shard.rows)
+
+    @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
+    def update_actor(self, shard: Shard) -> Answer:
+        """Updates the policy; the weights laid out for generation are dropped before."""
+        self.generate_params = None
+        return self.update(shard, "actor")
+
+
+class Critic(TrainedRole):
+    """The value function; started from a policy, its head is zero."""
+
+    head: Head = "value"
+
+    def __init__(self, context: RoleContext, **trained: Any) -> None:
+        super().__init__(context, **trained)
+        self.compute = jax.jit(lambda params, tokens: (values_of(self.config, params, tokens),))
+
+    @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("values",))
+    def compute_values(self, shard: Shard) -> Answer:
+        """The value before each response token; 0 elsewhere."""
+        (values,) = self.passes.over(shard, ("input_ids",), partial(self.compute, self.params))
+        return Answer({"values": masked(values, shard)}, shard.rows)
+
+    @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
+    def update_critic(self, shard: Shard) -> Answer:
+        """Updates the value function."""
+        return self.update(shard, "critic")
+
+
+class Reference(ModelRole):
+    """The frozen policy of the start, from which KL is measured."""
+
+    def __init__(self, context: RoleContext, **model: Any) -> None:
+        super().__init__(context, **model)
+        self.score = jax.jit(
+            partial(score_tokens, self.config, temperature=self.temperature, with_entropy=False)
+        )
+
+    @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
+    def compute_ref_log_prob(self, shard: Shard) -> Answer:
+        """Log-probs of the response tokens under the reference; 0 elsewhere."""
+        logp, _ = self.passes.over(shard, ("input_ids",), partial(self.score, self.params))
+        return Answer({"ref_log_prob": masked(logp, shard)}, shard.rows)
+
+
+class Reward(ModelRole):
+    """A score model: one number a sequence, read at its last token."""
+
+    head: Head = "score"
+
+    def __init__(self, context: RoleContext, **model: Any) -> None:
+        super().__init__(context, **model)
+        self.compute = jax.jit(
+            lambda params, tokens, length: (scores_at_end(self.config, params, tokens, length),)
+        )
+
+    @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("score",))
+    def compute_reward(self, shard: Shard) -> Answer:
+        """score (B,) of prompt and response together."""
+        names = ("input_ids", "length")
+        (score,) = self.passes.over(shard, names, partial(self.compute, self.params))
+        return Answer({"score": score}, shard.rows)
+
+
+class FunctionReward:
+    """A Python function of texts, run in worker processes beside the controller."""
+
+    on_driver = True
+
+    def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
+        self.tokenizer = load_tokenizer(model)
+        self.pool = RewardPool(
+            reward.function,
+            workers=reward.workers,
+            deadline_s=reward.deadline_s,
+            on_error=reward.on_error,
+        )
+
+    @method(
+        ONE_TO_ALL,
+        reads=(
+            "input_ids",
+            "prompt_length",
+            "length",
+            "response_mask",
+            "prompt",
+            "ground_truth",
+        ),
+        writes=("score", "response", "response_mask"),
+    )
+    def compute_reward(self, shard: Shard) -> Answer:
+        """score (B,) and the response texts; rows that failed are masked out."""
+        c = shard.columns
+        rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
+        response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
+        score, failed = self.pool.score(c["prompt"], response, c["ground_truth"])
+        columns = {
+            "score": score,
+            "response": response,
+            "response_mask": c["response_mask"] & ~failed[:, None],
+        }
+        return Answer(columns, shard.rows, {"reward/failed": float(failed.sum())})
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.pool.close()
+
+
+def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:
+    """x where the batch has response tokens, 0 elsewhere."""
+    return np.where(shard.columns["response_mask"], x_BT, np.float32(0))
+
+
+def check_model(builder: partial[Any], shape: MeshShape) -> None:
+    """Refuses, before any process starts, a model that does not divide over its mesh."""
+    if issubclass(builder.func, ModelRole):
+        plan_model(shape, builder.keywords["model"], builder.func.head)

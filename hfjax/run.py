@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer loop: prompts in, steps of an algorithm, evaluation, checkpoints, metrics out."""
+
+import dataclasses
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from hfjax.algorithm import algorithm_name, config_class, load_algorithm
+from hfjax.batch import Batch
+from hfjax.config import from_dict, read_toml, to_toml
+from hfjax.controller.calls import CallRecord
+from hfjax.controller.handle import start
+from hfjax.data import make_sources
+from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.items import PROMPTS
+from hfjax.metrics import MetricLog, batch_metrics, cut_to_step, taken_seconds, timing_metrics
+from hfjax.models.hf import resolve_model
+from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model
+from meshes.placement import Placement, load_placement, single_pool
+
+log = logging.getLogger(__name__)
+
+STAGES = {  # method -> verl's name of the stage
+    "generate_sequences": "gen",
+    "compute_reward": "reward",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "values",
+}
+LOOK_TIMEOUT_S = 120
+EVAL_ROWS = 512  # rows of one evaluation batch
+
+
+def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
+    """Runs `algorithm` under `config`, or its defaults with `overrides`; the run's directory.
+
+    Overrides name top-level settings, with a dict for a section:
+    `train(algorithms.grpo, steps=20, rollout={"n": 8})`.
+    """
+    if config is None:
+        config = default_config(algorithm, overrides.get("model", "embedded"))
+        config = from_dict(type(config), overrides, where="train()", base=config)
+    elif overrides:
+        raise ValueError("train() takes a config or overrides, not both")
+    with Run(algorithm, config) as run:
+        run.train()
+    return run.out
+
+
+def default_config(algorithm: ModuleType, model: str, file: str = "") -> Any:
+    """Defaults, for the embedded model those of its recipe, then the TOML file's settings."""
+    cls = config_class(algorithm)
+    config = cls()
+    if model == "embedded":
+        recipe = resolve_model(model) / "recipe.toml"
+        known = {field.name for field in dataclasses.fields(cls)}
+        table = {name: value for name, value in read_toml(recipe).items() if name in known}
+        config = from_dict(cls, table, where=str(recipe), base=config)
+    if file:
+        config = from_dict(cls, read_toml(file), where=file, base=config)
+    return config
+
+
+class Run:
+    """One training run in one directory; a context manager that ends its processes."""
+
+    def __init__(self, algorithm: ModuleType, config: Any) -> None:
+        """Everything that can be wrong is looked for before a process starts."""
+        self.algorithm, self.config = algorithm, config
+        self.roles: dict[str, Callable[..., Any]] = algorithm.roles(config.algorithm)
+        self.rollout = getattr(config, "rollout", None)
+        n = self.rollout.n if self.rollout else 1
+        self.model = str(resolve_model(config.model))
+        kind = getattr(algorithm, "DATA", PROMPTS)
+        self.source, self.held_out = make_sources(
+            config.data, self.model, kind=kind, n=n, seed=config.seed
+        )
+        self.steps = config.steps or config.epochs * self.source.steps_per_epoch
+        self.rows = config.data.prompts_per_step * n
+        builders = self._builders()
+        self.placement = self._placement(builders)
+        for role, builder in builders.items():
+            if role in self.placement.roles:
+                check_model(builder, self.placement.roles[role].mesh_shape)
+        self.out = Path(config.out or time.strftime(f"runs/{Path(algorithm_name(algorithm)).stem}-%Y%m%d-%H%M%S"))
+        self.done, self.store = self._open_directory()
+        self.console = Console(soft_wrap=True, highlight=False)
+        self.console.print(self.placement.table())
+        self.console.print(self._sizes())
+        self.log = MetricLog(
+            self.out, steps=self.steps, console=self.console, tensorboard=config.tensorboard
+        )
+        self.models = start(
+            self.placement,
+            builders,
+            runtime=config.runtime,
+            deadline_s=config.deadline_s,
+            group=n,
+            log_to_driver=False,
+        )
+        self.trained = [k for k, b in builders.items() if issubclass(b.func, TrainedRole)]
+        if self.done:
+            self._restore()
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.log.close()
+        self.models.shutdown()
+
+    def train(self) -> None:
+        """Steps from the last checkpoint, or from 0, to the end."""
+        with self._stoppable() as stop, Progress(console=self.console) as progress:
+            bar = progress.add_task("steps", total=self.steps, completed=self.done)
+            if self.log.last_step < 0:
+                self.log.write(0, self.evaluate(0))
+            while self.done < self.steps and not stop.is_set():
+                step = self.done + 1
+                record = self.step(step)
+                if self._due(self.config.eval_every, step):
+                    record |= self.evaluate(step)
+                if self._due(self.config.save_every, step) or stop.is_set():
+                    record |= self.save(step)
+                self.log.write(step, record)
+                self.done = step
+                progress.update(bar, completed=step)
+        if stop.is_set():
+            self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
+            raise KeyboardInterrupt
+
+    def step(self, step: int) -> dict[str, float]:
+        """One iteration of the algorithm; its metrics under verl's names."""
+        start_s = time.perf_counter()
+        self.models.step = step
+        prompts = Batch(self.source.next_batch())
+        batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
+        record = dict(batch.metrics.result()) | dict(metrics.result())
+        columns = batch.resolved()
+        calls = self.models.drain()
+        seconds = _seconds(calls) | taken_seconds() | {"step": time.perf_counter() - start_s}
+        tokens = int(columns["length"].sum()), int(columns["response_mask"].sum())
+        record |= batch_metrics(columns, max_prompt_length=self.config.data.max_prompt_tokens)
+        record |= timing_metrics(seconds, *tokens, devices=self.placement.devices)
+        record["training/epoch"] = self.source.epoch
+        record["perf/compiles"] = sum(call.compiles for call in calls)
+        if "response" in columns:
+            self.log.samples(step, columns)
+        return record
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy scores of the held-out prompts, or the loss of held-out examples."""
+        if self.held_out is None:
+            return {}
+        start_s = time.perf_counter()
+        models, group = self.models, self.models.group
+        models.step, models.group = step, 1
+        batches = self.held_out.batches(min(EVAL_ROWS, len(self.held_out.items)))
+        parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
+        models.group = group
+        models.drain()
+        totals: dict[str, list[tuple[float, float]]] = {}
+        for part in parts:
+            for name, pairs in part.items():
+                totals.setdefault(name, []).extend(pairs)
+        sums = {name: np.sum(pairs, axis=0) for name, pairs in totals.items()}
+        record = {f"val-core/{name}": float(total / count) for name, (total, count) in sums.items()}
+        return record | {"timing_s/testing": time.perf_counter() - start_s}
+
+    def _evaluated(self, batch: Batch, count: int) -> dict[str, list[tuple[float, float]]]:
+        """(sum, count) pairs by metric over the first `count` rows."""
+        if self.rollout is None:
+            batch |= self.models.actor.compute_log_prob(batch)
+            mask = batch["response_mask"][:count]
+            nll = -batch["old_log_probs"][:count][mask].astype(np.float64)
+            return {"nll": [(float(nll.sum()), float(nll.size))]}
+        batch |= self.models.actor.generate_sequences(batch, greedy=True)
+        batch |= self.models.reward.compute_reward(batch)
+        found: dict[str, list[tuple[float, float]]] = {}
+        sources = batch["data_source"] if "data_source" in batch else [""] * count
+        for source, score in list(zip(sources, batch["score"], strict=True))[:count]:
+            name = f"{source or 'all'}/reward/mean@1"
+            found.setdefault(name, []).append((float(score), 1.0))
+        return found
+
+    def save(self, step: int) -> dict[str, float]:
+        """A checkpoint of every trained role, the data cursor and the step."""
+        start_s = time.perf_counter()
+        folder = self.store.begin(step)
+        for reply in [getattr(self.models, r).save(path=str(folder / r)) for r in self.trained]:
+            reply.result()
+        self.store.commit(step, {"step": step, "data": self.source.state_dict()})
+        self.models.drain()
+        return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
+
+    def _restore(self) -> None:
+        folder = self.store.path(self.done)
+        for reply in [getattr(self.models, r).load(path=str(folder / r)) for r in self.trained]:
+            reply.result()
+        self.source.load_state_dict(self.store.load_meta(self.done)["data"])
+        self.models.drain()
+        self.console.print(f"resuming {self.out} after step {self.done}")
+
+    def _due(self, every: int, step: int) -> bool:
+        return step == self.steps or (every > 0 and step % every == 0)
+
+    def _builders(self) -> dict[str, partial[Any]]:
+        """The algorithm's roles with the run's settings bound to them."""
+        config = self.config
+        weights = {"model": self.model, "random": config.init == "random", "seed": config.seed}
+        bound: dict[str, partial[Any]] = {}
+        for role, builder in self.roles.items():
+            assert isinstance(builder, partial), f"roles()[{role!r}] must be a functools.partial"
+            if role in ("actor", "critic"):
+                training = self._training(getattr(config, role))
+                more = {"rollout": self.rollout} if role == "actor" else {}
+                bound[role] = partial(builder, **weights, training=training, **more)
+            elif builder.func is Reward:
+                bound[role] = self._reward(builder)
+            else:
+                temperature = self.rollout.temperature if self.rollout else 1.0
+                dtype = config.actor.compute_dtype
+                bound[role] = partial(
+                    builder, **weights, compute_dtype=dtype, temperature=temperature
+                )
+        return bound
+
+    def _training(self, training: Any) -> Any:
+        """The settings with the schedule sized in this run's optimizer updates."""
+        minibatch = training.minibatch_sequences or self.rows
+        if self.rows % minibatch:
+            legal = [k for k in range(1, self.rows + 1) if self.rows % k == 0]
+            raise ValueError(
+                f"minibatch_sequences={minibatch} does not divide the {self.rows} rows of a step "
+                f"(data.prompts_per_step x rollout.n); use one of {legal}"
+            )
+        if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
+            return training
+        updates = self.steps * training.epochs * (self.rows // minibatch)
+        optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
+        return dataclasses.replace(training, optimizer=optimizer)
+
+    def _reward(self, builder: partial[Any]) -> partial[Any]:
+        reward = self.config.reward
+        if reward.model:
+            return partial(builder, model=str(resolve_model(reward.model)))
+        if not reward.function:
+            raise ValueError("reward: set reward.function=module:function or reward.model=DIR")
+        return partial(FunctionReward, model=self.model, reward=reward)
+
+    def _placement(self, builders: Mapping[str, partial[Any]]) -> Placement:
+        placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
+        if self.config.placement:
+            return load_placement(self.config.placement, placed)
+        return single_pool(placed, _devices_found(self.config.runtime))
+
+    def _open_directory(self) -> tuple[int, CheckpointStore]:
+        """The last step on disk (0 for a new run); files of later steps are cut."""
+        used = (self.out / "metrics.jsonl").exists()
+        if used and not self.config.resume:
+            raise ValueError(
+                f"out={self.out} holds a run; add --resume or choose another directory"
+            )
+        if self.config.resume and not used:
+            raise ValueError(f"out={self.out} holds no run to resume; leave --resume out")
+        store = CheckpointStore(self.out / "checkpoints", keep_last=self.config.keep_last)
+        done = store.latest() or 0
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            cut_to_step(self.out / name, done if done else -1)
+        (self.out / "settings.toml").write_text(to_toml(self.config))
+        (self.out / "placement.toml").write_text(self.placement.to_toml())
+        about = {"algorithm": algorithm_name(self.algorithm), "model": self.model}
+        (self.out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
+        return done, store
+
+    def _sizes(self) -> str:
+        """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
+        parts = [
+            f"a step: {self.config.data.prompts_per_step} prompts x {self.rows // self.config.data.prompts_per_step} = {self.rows} rows"
+        ]
+        for role in ("actor", "critic"):
+            if t := getattr(self.config, role, None):
+                mini = t.minibatch_sequences or self.rows
+                micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
+                updates = t.epochs * (self.rows // mini)
+                parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
+        return f"{'; '.join(parts)}; {self.steps} steps"
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[threading.Event]:
+        """Ctrl-C lets the step end and saves it; a second one stops at once."""
+        stop = threading.Event()
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            stop.set()
+            self.console.print("stopping after this step; Ctrl-C again stops at once")
+
+        if threading.current_thread() is not threading.main_thread():
+            yield stop
+            return
+        before = signal.signal(signal.SIGINT, on_signal)
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def export_run(run: str | Path, directory: str | Path) -> None:
+    """Writes the actor of a run's newest checkpoint as a Hugging Face directory."""
+    run = Path(run)
+    if not (run / "run.json").is_file():
+        raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
+    about = json.loads((run / "run.json").read_text())
+    algorithm = load_algorithm(about["algorithm"])
+    config = from_dict(
+        config_class(algorithm), read_toml(run / "settings.toml"), where=str(run / "settings.toml")
+    )
+    store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
+    step = store.latest()
+    if step is None:
+        raise ValueError(f"RUN={run} has no whole checkpoint to export")
+    actor = partial(
+        algorithm.roles(config.algorithm)["actor"],
+        model=about["model"],
+        random=config.init == "random",
+        training=config.actor,
+    )
+    with start(single_pool(["actor"], 1), {"actor": actor}, runtime="local") as models:
+        models.actor.load(path=str(store.path(step) / "actor")).result()
+        models.actor.export(directory=str(directory)).result()
+
+
+def _seconds(calls: list[CallRecord]) -> dict[str, float]:
+    """Seconds by stage: from the first process that began a call to the last that ended."""
+    seconds: dict[str, float] = {}
+    for call in calls:
+        stage = STAGES.get(call.method, call.method)
+        seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
+    return seconds
+
+
+def _devices_found(runtime: str) -> int:
+    """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
+    if runtime == "local":
+        import jax
+
+        return len(jax.devices())
+    look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
+    found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    if found.returncode:
+        raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
+    return int(found.stdout.split()[-1])
