@@ -122,7 +122,7 @@ def cut(ids: list[int], limit: int, truncation: str) -> list[int] | None:
 def _text(row: Row, key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        found = "missing" if value is None else f"a {type(value).__name__}, not a string"
+        found = "missing" if value is None else f"of type {type(value).__name__}, not a string"
         raise ValueError(f"{key} is {found}")
     if not value.strip():
         raise ValueError(f"{key} is empty")

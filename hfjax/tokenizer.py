@@ -23,7 +23,9 @@ GGUF_CONTROL = 3  # llama.cpp's token type for special tokens
 class _GenerationTag(Extension):
     """Accepts `{% generation %}`: some templates mark the assistant's words with it."""
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja reads a class attribute
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
