@@ -361,7 +361,7 @@ def test_garbage_under_the_mask_changes_neither_loss_nor_gradient(x, mask, garba
 
 
 def test_the_loss_metric_adds_over_micro_batches_and_averages_over_mini_batches():
-    """Mini-batch losses 1.75 and 4: their mean 2.875, however each was cut; an empty one is none."""
+    """Mini-batch losses 1.75 and 4: their mean 2.875 however cut; an empty one is none."""
     x, mask = ROWS
     total = {}
     for rows in ([[0], [1]], [[0]], [[]]):
