@@ -234,8 +234,8 @@ def _pair_needs(config: DataConfig) -> list[set[str]]:
 
 
 def bucket(tokens: int) -> int:
-    """The width of a batch: 16, 32, 64, 128, then multiples of 128, so that few shapes compile."""
-    return next((w for w in (16, 32, 64) if tokens <= w), -(-tokens // 128) * 128)
+    """Width of a batch: 8, 16, 32, 64, 128, then multiples of 128, so that few shapes compile."""
+    return next((w for w in (8, 16, 32, 64) if tokens <= w), -(-tokens // 128) * 128)
 
 
 def prompt_columns(prompts: Sequence[Prompt], n: int = 1) -> Columns:

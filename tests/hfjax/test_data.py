@@ -254,9 +254,9 @@ def test_prompt_batch_repeats_each_prompt_in_adjacent_rows():
     columns = prompt_columns(
         [Prompt([7, 8, 9], "a", "x", "s"), Prompt([5], "b", "y", "s")] * 2, n=3
     )
-    assert columns["prompt_ids"].shape == (12, 16)
+    assert columns["prompt_ids"].shape == (12, 8)
     assert columns["prompt_ids"].dtype == np.int32
-    assert columns["prompt_ids"][0].tolist() == [7, 8, 9] + [0] * 13
+    assert columns["prompt_ids"][0].tolist() == [7, 8, 9] + [0] * 5
     assert columns["prompt_length"].tolist() == [3, 3, 3, 1, 1, 1] * 2
     assert columns["row_id"].tolist() == list(range(12))
     assert columns["uid"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]  # listed twice: 2 groups
@@ -268,16 +268,15 @@ def test_prompt_batch_repeats_each_prompt_in_adjacent_rows():
 def test_rows_are_left_aligned_in_few_widths(lengths):
     columns = prompt_columns([Prompt([1] * length, "", "", "") for length in lengths])
     ids = columns["prompt_ids"]
-    assert ids.shape[1] in (16, 32, 64, 128, 256, 384, 512, 640)
+    assert ids.shape[1] in (8, 16, 32, 64, 128, 256, 384, 512, 640)
     assert ids.shape[1] >= max(lengths)
     expected = np.arange(ids.shape[1])[None] < columns["prompt_length"][:, None]
     np.testing.assert_array_equal(ids == 1, expected)
 
 
 def test_bucket_edges():
-    assert [bucket(n) for n in (1, 16, 17, 64, 65, 128, 129, 512)] == [
-        16, 16, 32, 64, 128, 128, 256, 512,
-    ]  # fmt: skip
+    widths = [bucket(n) for n in (1, 8, 9, 17, 64, 65, 128, 129, 512)]
+    assert widths == [8, 8, 16, 32, 64, 128, 128, 256, 512]
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 9), st.integers(0, 3))
@@ -345,7 +344,7 @@ def test_sources_of_the_embedded_task(tmp_path):
     config = DataConfig(train="sums", eval="sums", prompts_per_step=4)
     source, held_out = make_sources(config, str(tmp_path), n=2)
     columns = source.next_batch()
-    assert columns["prompt_ids"].shape == (8, 16)
+    assert columns["prompt_ids"].shape == (8, 8)
     assert columns["data_source"] == ["sums"] * 8
     assert held_out is not None
     assert not {p.text for p in held_out.items} & {p.text for p in source._items}
@@ -366,12 +365,12 @@ def test_examples_from_columns_messages_and_text(tmp_path):
     )
     columns = EXAMPLES.collate(load(path, EXAMPLES), 1)
     row = [BOS, *ids_of("1+1=2"), EOS]
-    assert columns["input_ids"].shape == (4, 16)
+    assert columns["input_ids"].shape == (4, 8)
     assert columns["input_ids"][:, :7].tolist() == [row] * 4
     assert columns["length"].tolist() == [7] * 4
     assert columns["prompt_length"].tolist() == [5, 5, 5, 1]
     assert columns["response_mask"].dtype == bool
-    assert columns["response_mask"][0].tolist() == [False] * 5 + [True] * 2 + [False] * 9
+    assert columns["response_mask"][0].tolist() == [False] * 5 + [True] * 2 + [False]
     assert columns["response_mask"].sum(axis=1).tolist() == [2, 2, 2, 6]
 
 
