@@ -242,12 +242,12 @@ class Trainer:
         """Loss, float32 gradients and the loss's metrics of one mini-batch."""
         place = place or self._place
         counts = _counts(micros)
-        grads, losses, metrics = self._zeros(), [], {}
+        grads, losses, metrics = self._zeros(), [], dict[str, Metric]()
         for stack in micros:
             placed = {name: place(self._column(stack, name)) for name in self.columns}
             grads, loss, more = self._accumulate(params, grads, placed, *counts)
             losses.append(loss)
-            metrics = merge(metrics, more) if metrics else more
+            metrics = merge(metrics, more)
         return sum(losses[1:], start=losses[0]), grads, metrics
 
     def _column(self, stack: Stack, name: str) -> np.ndarray:
@@ -285,7 +285,8 @@ class Trainer:
     ) -> tuple[TrainState, Metrics]:
         norm = optax.tree_utils.tree_norm(grads)
         usable = jnp.isfinite(norm) & jnp.isfinite(loss) & (tokens > 0)
-        updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+        with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 count
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
         new = replace(
             state,
             params=optax.apply_updates(state.params, updates),

@@ -101,8 +101,8 @@ def lm_loss(outputs, batch, denominators, mode="token-mean"):
     per_token -= 0.1 * outputs.entropy_BT
     metrics = {
         "delta": Mean.of(delta, mask),
-        "most": Max.of(delta, mask),
-        "least": Min.of(delta, mask),
+        "most": Max(jnp.where(mask, delta, -jnp.inf).max()),
+        "least": Min(jnp.where(mask, delta, jnp.inf).min()),
         "tokens": Total(mask.sum(dtype=jnp.float32)),
     }
     return aggregate(per_token, mask, denominators, mode), metrics
