@@ -14,8 +14,12 @@ class Piece(NamedTuple):
     """Part of a column: row `rows[i]` stands at index `at[i]` of the values behind `ref`."""
 
     ref: Any
-    rows: np.ndarray
-    at: np.ndarray
+    rows: np.ndarray | range
+    at: np.ndarray | range
+
+    def unbound(self) -> "Piece":
+        """The same without its ref, and small to send where it is a run of neighbours."""
+        return Piece(None, _run(self.rows), _run(self.at))
 
 
 class Future:
@@ -64,16 +68,20 @@ class Future:
 Column = np.ndarray | list | Future
 
 
+def _run(rows: np.ndarray | range) -> np.ndarray | range:
+    run = range(rows[0], rows[0] + len(rows)) if len(rows) else range(0)
+    return run if np.array_equal(rows, run) else rows
+
+
 def assemble(pieces: Sequence[Piece], values: Sequence[Values], rows: int) -> Values:
     """One column of `rows` rows from pieces and the values behind their refs.
 
     A single piece that is the whole column in order is returned as it is, without a copy.
     """
     first = values[0]
-    if len(pieces) == 1 and len(first) == rows:
-        every = np.arange(rows)
-        if np.array_equal(pieces[0].rows, every) and np.array_equal(pieces[0].at, every):
-            return first
+    whole = all(np.array_equal(index, range(rows)) for index in pieces[0][1:])
+    if whole and len(pieces) == 1 and len(first) == rows:
+        return first
     if isinstance(first, list):
         column: list[Any] = [None] * rows
         for piece, part in zip(pieces, values, strict=True):
@@ -85,7 +93,7 @@ def assemble(pieces: Sequence[Piece], values: Sequence[Values], rows: int) -> Va
         raise ValueError(f"processes answered with different shapes or dtypes: {sorted(kinds)}")
     out = np.empty((rows, *first.shape[1:]), first.dtype)
     for piece, part in zip(pieces, values, strict=True):
-        out[piece.rows] = part[piece.at]
+        out[np.asarray(piece.rows, int)] = np.asarray(part)[np.asarray(piece.at, int)]
     return out
 
 
@@ -162,7 +170,7 @@ class Batch:
         """Columns from a mapping, from keywords, or both; device arrays come to the host."""
         given = {**(columns or {}), **named}
         self._columns: dict[str, Column] = {k: _as_column(k, v) for k, v in given.items()}
-        self.metrics = Metrics(*_sources_of(metrics or {}))
+        self.metrics = Metrics(*(() if metrics is None else _sources_of(metrics)))
         lengths = {name: len(column) for name, column in self._columns.items()}
         self._rows = next(iter(lengths.values()), 0)
         if len(set(lengths.values())) > 1:

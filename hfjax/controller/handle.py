@@ -102,10 +102,10 @@ class RoleHandle:
             written[column] = Future(made, n_rows, models.calls.fetch, made_by)
         return Batch(written, metrics=metrics)
 
-    def _command(self, name: str, declared: Method, /, **kwargs: Any) -> Reply:
+    def _command(self, name: str, declared: Method, /, *args: Any, **kwargs: Any) -> Reply:
         models = self.models
         models.calls.check()
-        call = Call(role=self.role, method=name, step=models.step, kwargs=kwargs)
+        call = Call(self.role, name, models.step, args, kwargs)
         everyone = range(self.pool.processes)
         _, pending = self._send([call for _ in everyone], [[] for _ in everyone], frozenset())
         return Reply(models.calls, pending)
@@ -149,10 +149,10 @@ class RoleHandle:
             for rank, mine in enumerate(rows):
                 if isinstance(column, Future):
                     parts = column.take(mine).pieces
-                    pieces[rank][name] = [part._replace(ref=None) for part in parts]
+                    pieces[rank][name] = [part.unbound() for part in parts]
                     values[rank] += [part.ref for part in parts]
                     continue
-                key, every = mine.tobytes(), np.arange(len(mine))
+                key, every = mine.tobytes(), range(len(mine))
                 if key not in stored:
                     part = take(column, mine)
                     stored[key] = self.models.runtime.share(part) if holders[key] > 1 else part

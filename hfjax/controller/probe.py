@@ -35,9 +35,3 @@ def ask(host: str, port: int, timeout_s: float) -> str | None:
     except OSError:
         return None
     return received.decode() or None
-
-
-def free_port(host: str) -> int:
-    """A port of this host that nobody listens on now."""
-    with socket.create_server((host, 0)) as server:
-        return server.getsockname()[1]

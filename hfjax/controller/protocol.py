@@ -164,7 +164,7 @@ def method(
     """Declares a role's method as callable from the controller.
 
     With columns, it runs as `role.name(shard, **kwargs) -> Answer` on the rows its process gets;
-    without, as `role.name(**kwargs)` in every process, and gives any value that can be sent.
+    without, as `role.name(*args, **kwargs)` in every process, and gives any value that can be sent.
     """
 
     def mark(function: F) -> F:

@@ -2,6 +2,7 @@
 """Resource pools as Ray actors, one SPMD process each; Ray is imported when a runtime is made."""
 
 import os
+import random
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the clus
 START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
+COORDINATOR_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below ephemeral ones
 RESOURCES = {"cpu": "CPU", "gpu": "GPU"}  # platform -> the Ray resource that counts its devices
 
 
@@ -42,15 +44,17 @@ class RayProcess:
         import ray
 
         address = ray.util.get_node_ip_address()
+        self.reserved = reserve_port()
         return {
             "address": address,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "probe": probe.listen(address),
-            "coordinator": f"{address}:{probe.free_port(address)}",
+            "coordinator": f"{address}:{self.reserved.getsockname()[1]}",
         }
 
     def join(self, pool: str, **world: Any) -> None:
+        self.reserved.close()
         devices = join(**world)
         rank, processes = world["rank"], world["processes"]
         self.worker = Worker(pool, devices, rank=rank, processes=processes, local=False)
@@ -66,6 +70,22 @@ class RayProcess:
     def call(self, call: Call, *values: Any) -> Any:
         result = self.worker.call(call, *values)
         return result if call.writes else result[0]
+
+
+def reserve_port() -> socket.socket:
+    """A bound socket for the coordinator: JAX dies of SIGSEGV when its port is taken meanwhile.
+
+    It lies below the ports that outgoing connections use, which change hands at any time.
+    """
+    for port in random.sample(COORDINATOR_PORTS, 100):
+        reserved = socket.socket()
+        try:
+            reserved.bind(("", port))
+        except OSError:
+            reserved.close()
+            continue
+        return reserved
+    raise RuntimeError(f"no free port among 100 tried in {COORDINATOR_PORTS}")
 
 
 class RayPool:
@@ -108,6 +128,7 @@ class RayRuntime:
         self.platform, self.log_to_driver = platform, log_to_driver
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []
+        self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -128,8 +149,9 @@ class RayRuntime:
         for pool in pools:
             self._actors += [self._actor(pool, bundle + index) for index in range(pool.processes)]
             bundle += pool.processes
-        hellos = self._wait("start", pools, [actor.hello.remote() for actor in self._actors])
-        self._join(pools, hellos)
+        greetings = [actor.hello.remote() for actor in self._actors]
+        self._hellos = self._wait("start", pools, greetings)
+        self._join(pools)
         return dict(self.pools)
 
     def ready(self, refs: Sequence[Any], timeout_s: float) -> list[bool]:
@@ -175,7 +197,7 @@ class RayRuntime:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         self._end_stopped_processes(ray.util.get_node_ip_address())
-        self.pools, self._actors, self._group = {}, [], None
+        self.pools, self._actors, self._hellos, self._group = {}, [], [], None
         if self._owns_session:
             ray.shutdown()
             self._owns_session = False
@@ -228,9 +250,9 @@ class RayRuntime:
         )
         return actor.remote()
 
-    def _join(self, pools: Sequence[spec.Pool], hellos: Sequence[dict[str, Any]]) -> None:
+    def _join(self, pools: Sequence[spec.Pool]) -> None:
         """Gives ranks, neighbours on one host next to each other, and makes the worlds."""
-        joins, start = [], 0
+        hellos, joins, start = self._hellos, [], 0
         for pool in pools:
             members = range(start, start + pool.processes)
             order = sorted(members, key=lambda i: (hellos[i]["address"], i))
@@ -272,12 +294,7 @@ class RayRuntime:
 
     def _end_stopped_processes(self, address: str) -> None:
         """Ends what is left on this host: a stopped process obeys nobody but SIGKILL."""
-        pids = [
-            hello["pid"]
-            for pool in self.pools.values()
-            for hello in pool.hellos
-            if hello["address"] == address
-        ]
+        pids = [hello["pid"] for hello in self._hellos if hello["address"] == address]
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)

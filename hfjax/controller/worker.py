@@ -69,8 +69,9 @@ class Call:
     role: str
     method: str
     step: int
+    args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    columns: Mapping[str, Sequence[Piece]] | None = None  # refs left out; None: kwargs only
+    columns: Mapping[str, Sequence[Piece]] | None = None  # refs left out; None: no batch
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     answers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     n_rows: int = 0
@@ -171,7 +172,7 @@ class Worker:
             metrics: Mapping[str, Any] = {}
             value = None
             if call.columns is None:
-                value = function(**call.kwargs)
+                value = function(*call.args, **call.kwargs)
             else:
                 answer = function(_shard(call, values), **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics

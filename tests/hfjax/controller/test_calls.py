@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls in flight over a scripted runtime: which failure is shown, and when a deadline falls."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from hfjax.controller import calls as calls_module
+from hfjax.controller.calls import Calls
+from hfjax.controller.pool import ProcessDied
+from hfjax.controller.worker import CallInfo, RoleError
+
+NEVER = 10**9
+COLLECTIVE = RoleError("gloo: connection closed by peer", collective=True)
+
+
+class Ref:
+    """Ready at the n-th look at it; its value is an exception to raise or a report."""
+
+    def __init__(self, value: Any, after: int = 0) -> None:
+        self.value, self.left = value, after
+
+
+class Script:
+    """A runtime whose refs become ready as the script says, one look a second."""
+
+    now_s = 0.0
+
+    def ready(self, refs: Sequence[Ref], timeout_s: float) -> list[bool]:
+        if timeout_s:
+            self.now_s += timeout_s
+            for ref in set(refs):
+                ref.left -= 1
+        return [ref.left <= 0 for ref in refs]
+
+    def get(self, refs: Sequence[Ref]) -> list[Any]:
+        for ref in refs:
+            if isinstance(ref.value, Exception):
+                raise ref.value
+        return [ref.value for ref in refs]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AssertionError(f"{name} is not for waiting")
+
+
+class TwoRanks:
+    processes = 2
+    here = False
+
+    def __init__(self, name: str = "pool") -> None:
+        self.name, self.hosts = name, ["east", "west"]
+
+    def probe(self, rank: int) -> str | None:
+        return "line 1\n" if rank == 0 else None
+
+
+def info(rank: int, second: float = 0.0) -> CallInfo:
+    return CallInfo(rank, second, second + 1 + rank, rank, {})
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    script = Script()
+    monkeypatch.setattr(calls_module.time, "monotonic", lambda: script.now_s)
+    return script
+
+
+def submit(calls: Calls, *refs: Ref, pool: Any = None, inputs: Sequence[int] = ()) -> Any:
+    pool = pool or TwoRanks()
+    return calls.submit("role", "method", 3, pool, frozenset(inputs), refs)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shown"),
+    [
+        (
+            COLLECTIVE,
+            ProcessDied("killed"),
+            r"rank 1 of pool 'pool' on host west\): the process died",
+        ),
+        (COLLECTIVE, RoleError("out of memory"), "out of memory"),
+        (COLLECTIVE, RoleError("gloo too", collective=True), "gloo: connection"),
+        (COLLECTIVE, info(1), "gloo: connection"),
+        (
+            ProcessDied("killed"),
+            COLLECTIVE,
+            r"rank 0 of pool 'pool' on host east\): the process died",
+        ),
+        (KeyError("x"), COLLECTIVE, r"\(rank 0 .*the call failed: 'x'"),
+    ],
+)
+def test_the_cause_is_shown_rather_than_its_consequence(
+    script: Script, first: Any, second: Any, shown: str
+) -> None:
+    ended: list[str] = []
+    calls = Calls(script, 100.0, lambda: ended.append("pools"))
+    call = submit(calls, Ref(first, after=1), Ref(second, after=3))
+    with pytest.raises(RoleError, match=shown) as failure:
+        calls.finish(call)
+    assert ended == ["pools"]
+    with pytest.raises(RoleError) as again:
+        calls.drain()
+    assert again.value is failure.value
+
+
+def test_a_failure_of_any_call_ends_a_wait_for_another(script: Script) -> None:
+    calls = Calls(script, 100.0, lambda: None)
+    waited = submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=TwoRanks("a"))
+    submit(calls, Ref(info(0)), Ref(RoleError("elsewhere"), 4), pool=TwoRanks("b"))
+    with pytest.raises(RoleError, match="elsewhere"):
+        calls.finish(waited)
+    assert script.now_s < 10
+
+
+def test_a_deadline_names_the_silent_rank_and_where_the_others_stand(script: Script) -> None:
+    calls = Calls(script, 30.0, lambda: None)
+    submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER))
+    with pytest.raises(RoleError) as failure:
+        calls.drain()
+    assert str(failure.value) == (
+        "role 'role', method at step 3 (rank 1 of pool 'pool' on host west): "
+        "not finished after deadline_s=30\n"
+        "rank 1 on host west does not respond (stopped or hung)\n"
+        "rank 0 on host east is in\nline 1"
+    )
+    assert 30 < script.now_s < 35
+
+
+def test_waiting_for_inputs_or_for_the_pool_does_not_count(script: Script) -> None:
+    calls = Calls(script, 30.0, lambda: None)
+    first = submit(calls, Ref(info(0), 25), Ref(info(1), 25), pool=TwoRanks("a"))
+    submit(calls, Ref(info(0), 50), Ref(info(1), 50), pool=TwoRanks("a"))  # begins at 25
+    submit(calls, Ref(info(0), 52), Ref(info(1), 52), pool=TwoRanks("b"), inputs=[first.number])
+    assert [record.number for record in calls.drain()] == [0, 1, 2]
+    assert script.now_s < 60
+
+
+def test_a_callers_own_timeout_ends_nothing(script: Script) -> None:
+    calls = Calls(script, 30.0, lambda: None)
+    call = submit(calls, Ref(info(0), 5), Ref(info(1), 5))
+    with pytest.raises(TimeoutError, match="2 s"):
+        calls.finish(call, 2.0)
+    assert [info.rank for info in calls.finish(call)] == [0, 1]
+
+
+def test_a_record_spans_all_processes(script: Script) -> None:
+    calls = Calls(script, 30.0, lambda: None)
+    submit(calls, Ref(info(0, 5.0)), Ref(info(1, 4.0)))
+    (record,) = calls.drain()
+    assert (record.start_s, record.end_s, record.compiles) == (4.0, 6.0, 1)
+
+
+def test_errors_survive_the_way_to_the_driver() -> None:
+    copy = pickle.loads(pickle.dumps(COLLECTIVE))
+    assert (str(copy), copy.collective) == (str(COLLECTIVE), True)

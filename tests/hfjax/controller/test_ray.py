@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pools as Ray actors: worlds of several processes, payload, and every way to fail."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import Beside, Doubler, Summer
+
+from hfjax.batch import Batch
+from hfjax.controller import ray_pool
+from hfjax.controller.handle import Models, start
+from hfjax.controller.worker import RoleError
+from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement, single_pool
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 6.0
+HOST = socket.gethostname()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    """One Ray session of six CPUs for all tests here; runs reuse it and leave it open."""
+    ray = pytest.importorskip("ray")
+    os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+PLACEMENT = Placement(
+    {"world": Pool("world", 4, 2), "single": Pool("single", 2)},
+    {
+        "summer": RolePlacement("summer", "world", train=MeshShape(data=4)),
+        "doubler": RolePlacement("doubler", "world", infer=MeshShape(data=2, tensor=2)),
+        "other": RolePlacement("other", "single", infer=MeshShape(data=2)),
+    },
+)
+BUILDERS: dict[str, Any] = {
+    "summer": Summer,
+    "doubler": partial(Doubler, factor=3),
+    "other": Summer,
+    "reward": Beside,
+}
+
+
+def run(deadline_s: float = 60.0, **options: Any) -> Models:
+    return start(PLACEMENT, BUILDERS, deadline_s=deadline_s, platform="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def m(cluster: None) -> Iterator[Models]:
+    with run() as models:
+        yield models
+
+
+def processes(models: Models) -> list[int]:
+    replies = [models.summer.facts().result(), models.other.facts().result()]
+    return [fact["pid"] for reply in replies for fact in reply]
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, or waits only for its parent to notice."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_processes_form_one_world_with_the_devices_asked_for(m: Models) -> None:
+    world, single = m.summer.facts().result(), m.other.facts().result()
+    assert [fact["rank"] for fact in world] == [0, 1]
+    assert {(fact["local"], fact["all"], fact["platform"]) for fact in world} == {(2, 4, "cpu")}
+    assert (single[0]["local"], single[0]["all"]) == (2, 2)
+    assert len({os.getpid(), *processes(m)}) == 4
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 8])
+def test_rows_pass_from_pool_to_pool_and_come_back_in_order(m: Models, rows: int) -> None:
+    x = np.arange(1, rows + 1)
+    batch = Batch(x=x)
+    batch |= m.summer.sums(batch)  # on two processes
+    batch |= m.doubler.double(batch, plus=1)
+    batch |= m.doubler.locate(batch)
+    batch |= m.other.sums(Batch(x=batch.column("y")))  # its column "sum" wins
+    batch |= m.reward.score(batch)  # in this process
+    assert batch["y"].tolist() == (3 * x + 1).tolist()
+    assert batch["text"] == [str(row) for row in range(rows)]
+    assert batch["sum"].tolist() == [float(np.sum(3 * x + 1))] * rows
+    assert batch["score"].tolist() == batch["y"].tolist()
+    assert batch["where"].tolist() == [0 if row < -(-rows // 2) else 1 for row in range(rows)]
+    assert batch.metrics.result()["pid"] == os.getpid()
+
+
+def test_groups_stay_on_one_process(m: Models) -> None:
+    m.group = 3  # 9 rows are 3 groups, so 6 rows for the first replica and 3 for the second
+    try:
+        batch = m.doubler.double(Batch(x=np.arange(9)))
+        assert m.doubler.locate(batch)["where"].tolist() == [0] * 6 + [1] * 3
+    finally:
+        m.group = 1
+
+
+def test_selected_rows_of_futures_reach_the_processes_that_need_them(m: Models) -> None:
+    batch = m.doubler.double(Batch(x=np.arange(6))).select([5, 0, 0, 3])
+    assert m.other.sums(Batch(x=batch.column("y")))["sum"].tolist() == [15.0 + 0 + 0 + 9] * 4
+
+
+def test_calls_run_in_order_in_a_pool_and_side_by_side_in_two(m: Models) -> None:
+    m.drain()
+    batch = Batch(x=np.arange(4))
+    slow = m.other.sums(batch, wait_s=1.0)
+    m.summer.sums(batch, wait_s=0.5)
+    m.doubler.locate(Batch(y=slow.column("sum")))  # waits for the other pool
+    m.summer.sums(batch)  # needs nothing, and still comes after it
+    records = m.drain()
+    other, first, second, third = records
+    assert other.start_s < first.end_s
+    assert first.start_s < other.end_s
+    assert other.end_s <= second.start_s
+    assert second.end_s <= third.start_s
+    assert second.inputs == {other.number}
+
+
+def test_the_driver_does_not_wait_before_it_reads(m: Models) -> None:
+    begun = time.monotonic()
+    column = m.other.sums(Batch(x=np.arange(2)), wait_s=1.0).column("sum")
+    assert time.monotonic() - begun < 0.5
+    with pytest.raises(TimeoutError, match=r"0\.1 s"):
+        column.result(0.1)  # type: ignore[union-attr]
+    assert column.result().tolist() == [1.0, 1.0]  # type: ignore[union-attr]
+
+
+def test_nothing_compiles_twice(m: Models) -> None:
+    batch = Batch(x=np.arange(4))
+    m.summer.sums(batch)
+    m.drain()
+    m.summer.sums(batch)
+    assert [record.compiles for record in m.drain()] == [0]
+
+
+def test_objects_of_a_step_are_freed_with_it(m: Models) -> None:
+    import ray
+
+    def used() -> float:
+        return (
+            ray.cluster_resources()["object_store_memory"]
+            - ray.available_resources()["object_store_memory"]
+        )
+
+    m.drain()
+    before = used()
+    for _ in range(5):
+        m.doubler.double(Batch(x=np.zeros((4, 100_000))))["y"].sum()
+        m.drain()
+    assert used() <= before + 4e6
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"ZeroDivisionError: a toy went wrong[\s\S]*in breaks"),
+        ("kill", r"the process died"),
+        ("stop", rf"not finished after deadline_s=6[\s\S]*rank 1 on host {HOST} does not respond"),
+    ],
+)
+def test_a_failing_rank_is_named_and_everything_ends(how: str, message: str) -> None:
+    models = run(DEADLINE_S)
+    pids = processes(models)
+    models.step = 3
+    batch = Batch(x=np.arange(4, dtype=np.float32))
+    begun = time.monotonic()
+    broken = models.summer.breaks(batch, rank=1, how=how)
+    later = models.other.sums(Batch(x=broken.column("sum")))
+    with pytest.raises(RoleError, match=message) as failure:
+        _ = later["sum"]
+    assert time.monotonic() - begun < DEADLINE_S + 20
+    where = f"role 'summer', breaks at step 3 (rank 1 of pool 'world' on host {HOST})"
+    assert str(failure.value).startswith(where)
+    with pytest.raises(RoleError) as again:
+        models.other.sums(batch)
+    assert again.value is failure.value
+    assert [pid for pid in pids if not ended(pid)] == []
+
+
+def test_a_stuck_rank_says_where_it_stands() -> None:
+    with run(3.0) as models:
+        models.summer.breaks(Batch(x=np.arange(4.0)), rank=1, how="sleep")
+        with pytest.raises(RoleError, match=r"rank 1 on host .* is in\n[\s\S]*time\.sleep\(3600\)"):
+            models.drain()
+
+
+def test_the_first_error_is_seen_once_and_a_rerun_works() -> None:
+    broken = {**BUILDERS, "doubler": partial(Doubler, factor=0)}
+    with pytest.raises(RoleError, match=r"role 'doubler', build.*no model at /nowhere"):
+        start(PLACEMENT, broken, platform="cpu")
+    with run() as models:
+        assert models.summer.sums(Batch(x=np.arange(3)))["sum"].tolist() == [3.0] * 3
+
+
+MINE = """
+from hfjax.controller.protocol import DP_PROTO, Answer, method
+
+def loss(x):
+    return helper(x) + 1
+
+def helper(x):
+    return 2 * x
+
+class Mine:
+    def __init__(self, context, *, loss):
+        self.loss = loss
+
+    @method(DP_PROTO, reads=("x",), writes=("loss",))
+    def compute(self, shard):
+        return Answer({"loss": self.loss(shard.columns["x"])}, shard.rows)
+"""
+
+
+def test_code_that_workers_cannot_import_travels_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    spec = importlib.util.spec_from_file_location("mine", tmp_path / "mine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    spec.loader.exec_module(mine)
+    builders = {"other": partial(mine.Mine, loss=partial(mine.loss))}
+    with start(single_pool(["other"], 1), builders, platform="cpu") as models:
+        assert models.other.compute(Batch(x=np.arange(3)))["loss"].tolist() == [1, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("pools", "message"),
+    [
+        (
+            {"rollout": Pool("rollout", 6, 6), "train": Pool("train", 4, 4)},
+            r"ask for 10 CPU \(rollout: 6 process\(es\), train: 4 .*cluster has 6 CPU on 1 node",
+        ),
+        ({"big": Pool("big", 64, 64)}, r"ask for 64 CPU \(big: 64"),
+    ],
+)
+def test_pools_that_the_cluster_cannot_hold_are_refused_at_once(
+    pools: dict[str, Pool], message: str
+) -> None:
+    roles = {
+        name: RolePlacement(name, name, train=MeshShape(data=pool.devices))
+        for name, pool in pools.items()
+    }
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        start(Placement(pools, roles), dict.fromkeys(roles, Doubler), platform="cpu")
+    assert time.monotonic() - begun < 5
+
+
+def test_gpus_that_are_not_there_are_refused_by_pool() -> None:
+    with pytest.raises(
+        ValueError, match=r"\[pool\.world\] a process asks for 1 CPU, 2 GPU .* 0 GPU"
+    ):
+        start(PLACEMENT, BUILDERS, platform="gpu")
+
+
+def test_pools_that_others_hold_are_refused_with_what_is_free(
+    m: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module's own run holds three of the six CPUs; the reservation is released again."""
+    monkeypatch.setattr(ray_pool, "RESERVE_TIMEOUT_S", 1)
+    placement = single_pool(["other"], 4, processes=4)
+    message = r"4 CPU \(all: 4.*not free within 1 s; the cluster has 6 CPU, now available 3 CPU"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            start(placement, {"other": Summer}, platform="cpu")

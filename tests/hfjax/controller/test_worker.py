@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of a worker process, and the probe that answers for a stuck one."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from hfjax.controller import probe
+from hfjax.controller.ray_pool import COORDINATOR_PORTS, reserve_port
+from hfjax.controller.worker import join, worker_environment
+
+
+def test_the_device_count_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8 --b=2")
+    environment = worker_environment("cpu", 3)
+    assert environment["XLA_FLAGS"] == "--a=1 --b=2 --xla_force_host_platform_device_count=3"
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert "XLA_FLAGS" not in worker_environment("gpu", 3)
+
+
+def test_a_device_count_set_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    assert jax.device_count() == 8  # now it is too late
+    for name in worker_environment("cpu", 3):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
+    with pytest.raises(RuntimeError, match=r"3 cpu devices were asked for, 8 of 'cpu' found"):
+        join(platform="cpu", devices=3, rank=0, processes=1, coordinator="")
+
+
+def test_a_probe_answers_while_its_thread_is_stuck() -> None:
+    ports: list[int] = []
+    listening, released = threading.Event(), threading.Event()
+
+    def stuck_here() -> None:
+        ports.append(probe.listen("127.0.0.1"))
+        listening.set()
+        released.wait()
+
+    thread = threading.Thread(target=stuck_here)
+    thread.start()
+    assert listening.wait(10)
+    try:
+        assert "released.wait()" in str(probe.ask("127.0.0.1", ports[0], 5.0))
+    finally:
+        released.set()
+        thread.join()
+
+
+def test_nobody_answers_a_probe_of_a_port_that_is_only_reserved() -> None:
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+        assert port in COORDINATOR_PORTS
+        assert probe.ask("127.0.0.1", port, 1.0) is None
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
