@@ -24,12 +24,11 @@ class Settings:
     clip_high: float = 0.2  # and below 1 + clip_high
     dual_clip: float | None = 3.0  # bounds the loss of negative advantages
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    aggregation: str = "token-mean"  # of token losses over the mini-batch
+    aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     kl: KLConfig = KLConfig(where="loss", estimator="k3", coef=0.001)  # from the reference
 
     def __post_init__(self) -> None:
         rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
-        rl.check_aggregation(self.aggregation, None)
         if self.kl.where == "reward":
             raise ValueError("kl.where=reward: group scores hold no KL; use loss or none")
 

@@ -28,12 +28,11 @@ class Settings:
     dual_clip: float | None = 3.0  # bounds the loss of negative advantages
     value_clip: float = 0.5  # how far a value may move from the one before the update
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    aggregation: str = "token-mean"  # of token losses over the mini-batch
+    aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
 
     def __post_init__(self) -> None:
         rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
-        rl.check_aggregation(self.aggregation, None)
 
 
 def roles(cfg: Settings) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def _advantage(columns: Mapping[str, np.ndarray], *, cfg: Settings) -> dict[str,
     scores_BT = rewards_BT = rl.token_rewards(columns["score"], mask_BT)
     if cfg.kl.where == "reward":
         logp_BT, ref_BT = columns["old_log_probs"], columns["ref_log_prob"]
-        kl_BT = rl.kl_penalty(cfg.kl.estimator, logp_BT, ref_BT)
+        kl_BT = rl.kl_penalty(cfg.kl.estimator, logp_BT, ref_BT, mask_BT)
         rewards_BT = rl.kl_in_reward(scores_BT, kl_BT, mask_BT, cfg.kl.coef)
     advantages_BT, returns_BT = rl.gae(rewards_BT, columns["values"], mask_BT, cfg.gamma, cfg.lam)
     return {
@@ -116,7 +115,7 @@ def actor_loss(
         metrics["entropy_loss"] = rl.loss_metric(entropy, mask_BT, total)
         loss -= cfg.entropy_coef * entropy
     if cfg.kl.where == "loss":
-        kl_BT = rl.kl_penalty(cfg.kl.estimator, logp_BT, batch["ref_log_prob"])
+        kl_BT = rl.kl_penalty(cfg.kl.estimator, logp_BT, batch["ref_log_prob"], mask_BT)
         kl_loss = aggregate(kl_BT)
         metrics["kl_loss"] = rl.loss_metric(kl_loss, mask_BT, total)
         loss += cfg.kl.coef * kl_loss

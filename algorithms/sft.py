@@ -21,10 +21,7 @@ DATA = EXAMPLES  # rows are demonstrations, not prompts
 class Settings:
     """The one choice there is."""
 
-    aggregation: str = "token-mean"  # of token losses over the mini-batch
-
-    def __post_init__(self) -> None:
-        rl.check_aggregation(self.aggregation, None)
+    aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
 
 
 def roles(cfg: Settings) -> dict[str, Any]:

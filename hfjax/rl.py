@@ -8,7 +8,7 @@ changes neither values nor gradients. Everything is computed in float32.
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -267,6 +267,8 @@ def entropy(logits: jax.Array) -> jax.Array:
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -(jnp.exp(logp) * logp).sum(-1)
 
+# Those that need no constant from the settings.
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
 
 AGGREGATIONS = (
     "token-mean",
