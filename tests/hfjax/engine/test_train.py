@@ -73,9 +73,8 @@ CUTS = {
     "1 row": {"micro_sequences": 1},
     "2 rows": {"micro_sequences": 2},
     "4 rows": {"micro_sequences": 4},
-    "40 tokens": {"micro_tokens": 40, "bucket": 8},
-    "64 tokens": {"micro_tokens": 64, "bucket": 4},
-    "pairs, 80 tokens": {"micro_tokens": 80, "bucket": 8, "group": 2},
+    "60 tokens": {"micro_tokens": 60, "bucket": 10},
+    "pairs, 80 tokens": {"micro_tokens": 80, "bucket": 10, "group": 2},
     "whole, in threes": {"group": 3},  # 8 rows filled up to 9
 }
 
@@ -214,15 +213,15 @@ def ratio_loss(outputs, batch, denominators):
 @pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
 def test_ratio_is_one_before_any_update(compute_dtype):
     """Learning rate 0, 2 epochs of 4 mini-batches, old log-probs from the whole batch at once."""
-    batch = make_batch(rows=16)
-    mesh, layout = lay_out(ONE)
+    batch = make_batch(rows=16, vocab=LUT.vocab)
+    mesh, layout = lay_out(ONE, LUT)
     options = {"compute_dtype": compute_dtype, "temperature": 0.7}
     trainer = make_trainer(
-        ratio_loss, ONE, optimizer=OptimizerConfig(lr=0.0), columns=COLUMNS, **options
+        ratio_loss, ONE, cfg=LUT, optimizer=OptimizerConfig(lr=0.0), columns=COLUMNS, **options
     )
-    state = trainer.init_state(place_params(host_params(), ONE))
+    state = trainer.init_state(place_params(host_params(LUT), ONE, cfg=LUT))
     before = host(state.params)
-    scorer = Scorer(CFG, mesh, layout, **options)
+    scorer = Scorer(LUT, mesh, layout, **options)
     # in bf16 one micro-batch shape is promised, so the old ones are scored in it
     rows = 16 if compute_dtype == "float32" else 4
     scored = [
