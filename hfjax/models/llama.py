@@ -18,12 +18,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 
+from hfjax.models.attention import (
+    K_MASK,
+    KVCache,
+    attend_cached,
+    attend_causal,
+    einsum_f32,
+    lift,
+)
 from hfjax.models.rope import RopeScaling, rotate, sin_cos
 from meshes.layouts import BATCH, VOCAB
 
-K_MASK = -1e30  # finite: rows of -inf give NaN gradients
 INIT_STDDEV = 0.02  # Hugging Face's initializer_range
 
 Head = Literal["lm", "value", "score"]
@@ -71,16 +77,6 @@ class ModelConfig:
     @property
     def padded_vocab(self) -> int:
         return math.ceil(self.vocab / self.vocab_multiple) * self.vocab_multiple
-
-
-class KVCache(struct.PyTreeNode):
-    """Keys and values of every layer; caches of n samples a prompt carry n after B.
-
-    Slots stand last in the keys: decoding on a CPU read them 12 times faster so.
-    """
-
-    k_LBKdS: jax.Array
-    v_LBKSd: jax.Array
 
 
 class Layers(nn.Module):
@@ -242,12 +238,12 @@ def lm_logits(
 ) -> jax.Array:
     """Float32 logits (..., V') of x (..., D); phantom columns hold K_MASK and so no probability."""
     if cfg.tied:
-        logits = _einsum_f32("...D,VD->...V", x, params["embed"])
+        logits = einsum_f32("...D,VD->...V", x, params["embed"])
     else:
-        logits = _einsum_f32("...D,DV->...V", x, params["lm_head"])
+        logits = einsum_f32("...D,DV->...V", x, params["lm_head"])
     if cfg.padded_vocab > cfg.vocab:
         real_V = jnp.arange(cfg.padded_vocab) < cfg.vocab
-        logits = jnp.where(_lift(real_V, logits.ndim), logits, K_MASK)
+        logits = jnp.where(lift(real_V, logits.ndim), logits, K_MASK)
     return constrain(logits, LOGITS) if logits.ndim == len(LOGITS) else logits
 
 
@@ -346,71 +342,18 @@ def project(cfg: ModelConfig, w: Params, h: jax.Array) -> tuple[jax.Array, jax.A
     k = jnp.einsum("...D,DKd->...Kd", h, w["wk"])
     v = jnp.einsum("...D,DKd->...Kd", h, w["wv"])
     if cfg.qkv_bias:
-        q, k, v = (y + _lift(w[b], y.ndim) for y, b in ((q, "bq"), (k, "bk"), (v, "bv")))
+        q, k, v = (y + lift(w[b], y.ndim) for y, b in ((q, "bq"), (k, "bk"), (v, "bv")))
     if cfg.qk_norm:
         q, k = rms_norm(q, w["q_norm"], cfg.norm_eps), rms_norm(k, w["k_norm"], cfg.norm_eps)
     return q, k, v
-
-
-def attend_causal(q_BTHd: jax.Array, k_BTKd: jax.Array, v_BTKd: jax.Array) -> jax.Array:
-    """Attention of every position to itself and the ones before it."""
-    B, T, H, d = q_BTHd.shape
-    K = k_BTKd.shape[2]
-    q_BTKGd = q_BTHd.reshape(B, T, K, H // K, d)
-    scores_BKGTS = _einsum_f32("BTKGd,BSKd->BKGTS", q_BTKGd, k_BTKd) * d**-0.5
-    seen_TS = jnp.tri(T, dtype=bool)
-    p_BKGTS = jax.nn.softmax(jnp.where(_lift(seen_TS, 5), scores_BKGTS, K_MASK), axis=-1)
-    mixed_BTKGd = jnp.einsum("BKGTS,BSKd->BTKGd", p_BKGTS.astype(v_BTKd.dtype), v_BTKd)
-    return mixed_BTKGd.reshape(B, T, H, d)
-
-
-def attend_cached(
-    q_BnHd: jax.Array,
-    k_BnKd: jax.Array,
-    v_BnKd: jax.Array,
-    prompt: KVCache,
-    prompt_length_B: jax.Array,
-    own: KVCache,
-    t: jax.Array,
-) -> jax.Array:
-    """One layer's softmax over the shared prompt, the row's earlier slots and the token itself."""
-    B, n, H, d = q_BnHd.shape
-    K, P, S = k_BnKd.shape[2], prompt.k_LBKdS.shape[-1], own.k_LBKdS.shape[-1]
-    q_BnKGd = q_BnHd.reshape(B, n, K, H // K, d)
-    in_prompt_BP = jnp.arange(P)[None] < prompt_length_B[:, None]
-    shared_BnKGP = _einsum_f32("BnKGd,BKdP->BnKGP", q_BnKGd, prompt.k_LBKdS)
-    earlier_BnKGS = _einsum_f32("BnKGd,BnKdS->BnKGS", q_BnKGd, own.k_LBKdS)
-    itself_BnKG = _einsum_f32("BnKGd,BnKd->BnKG", q_BnKGd, k_BnKd)
-    parts = [
-        jnp.where(in_prompt_BP[:, None, None, None], shared_BnKGP * d**-0.5, K_MASK),
-        jnp.where(_lift(jnp.arange(S) < t, 5), earlier_BnKGS * d**-0.5, K_MASK),
-        itself_BnKG[..., None] * d**-0.5,
-    ]
-    p = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(v_BnKd.dtype)
-    mixed_BnKGd = (
-        _einsum_f32("BnKGP,BKPd->BnKGd", p[..., :P], prompt.v_LBKSd)
-        + _einsum_f32("BnKGS,BnKSd->BnKGd", p[..., P : P + S], own.v_LBKSd)
-        + _einsum_f32("BnKG,BnKd->BnKGd", p[..., -1], v_BnKd)
-    )
-    return mixed_BnKGd.astype(q_BnHd.dtype).reshape(B, n, H, d)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """x over its root mean square in float32, times weight (the last axis), in x's dtype."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return x32.astype(x.dtype) * _lift(weight, x.ndim)
+    return x32.astype(x.dtype) * lift(weight, x.ndim)
 
 
 def _rotation(cfg: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sin_cos(positions, cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
-
-
-def _einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Matmul in the operands' dtype, accumulated and returned in float32."""
-    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
-def _lift(x: jax.Array, ndim: int) -> jax.Array:
-    """x with leading axes of size 1 (rank promotion is an error in the tests)."""
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
