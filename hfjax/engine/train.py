@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, Metric]
 Micro = Mapping[str, jax.Array]  # columns of one micro-batch on the devices
-Place = Callable[[np.ndarray], jax.Array]
 
 OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
 
@@ -42,7 +41,7 @@ class OptimizerConfig:
     lr: float = 1e-6  # after warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # decays to 0 at total_steps
     warmup_steps: int = 0  # update k of them (from 1) runs at lr * k / warmup_steps
-    total_steps: int = 0  # updates until the schedule ends; 0: the run's, known to the trainer
+    total_steps: int = 0  # updates until lr is 0; 0: all of the run's, filled in before training
     weight_decay: float = 0.01  # decoupled, times lr, as torch's AdamW
     beta1: float = 0.9
     beta2: float = 0.999
@@ -59,19 +58,14 @@ class OptimizerConfig:
         names = ("constant", "linear", "cosine")
         _require(self.schedule in names, "schedule", self.schedule, f"be one of {names}")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "be at least 0")
-        if self.schedule != "constant" and self.total_steps:
-            self._require_total()
+        if self.total_steps:
+            self.require_end()
 
-    def sized(self, total_updates: int) -> "OptimizerConfig":
-        """This with the length of its schedule known."""
-        known = replace(self, total_steps=self.total_steps or total_updates)
-        if known.schedule != "constant":
-            known._require_total()
-        return known
-
-    def _require_total(self) -> None:
-        rule = f"exceed warmup_steps={self.warmup_steps} with schedule={self.schedule!r}"
-        _require(self.total_steps > self.warmup_steps, "total_steps", self.total_steps, rule)
+    def require_end(self) -> None:
+        """Refuses a decay whose length is unknown, or over before it begins."""
+        if self.schedule != "constant":
+            rule = f"exceed warmup_steps={self.warmup_steps} with schedule={self.schedule!r}"
+            _require(self.total_steps > self.warmup_steps, "total_steps", self.total_steps, rule)
 
     def lr_at(self, updates: ArrayLike) -> jax.Array:
         """Learning rate of the update that comes after `updates` applied ones."""
@@ -141,11 +135,11 @@ class Trainer:
         remat: str = "none",
         chunk: int = 128,
         with_entropy: bool = False,
-        total_updates: int = 0,
     ) -> None:
+        optimizer.require_end()
         needed = ("input_ids", "response_mask") + (("length",) if head == "score" else ())
         self.columns = tuple(dict.fromkeys((*needed, *columns)))
-        self.optimizer, self._loss = optimizer.sized(total_updates), loss
+        self.optimizer, self._loss = optimizer, loss
         self._tx = self.optimizer.transform()
         options = {"remat": remat, "constrain": make_constrain(mesh, layout)}
         lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
@@ -161,7 +155,7 @@ class Trainer:
                 scores_B=scores_at_end(cfg, params, micro["input_ids"], micro["length"], **options)
             ),
         }[head]
-        self._place: Place = partial(place_rows, mesh, layout, axis=1)
+        self._place = partial(place_rows, mesh, layout, axis=1)
 
         shapes, _ = abstract_params(cfg, head, jnp.float32)
         check(mesh, layout, shapes, axes)
@@ -221,30 +215,28 @@ class Trainer:
         opt_state, updates, skipped = self._init(params)
         return TrainState(params=params, opt_state=opt_state, updates=updates, skipped=skipped)
 
-    def update(
-        self, state: TrainState, micros: Sequence[Stack], place: Place | None = None
-    ) -> tuple[TrainState, Metrics]:
+    def update(self, state: TrainState, micros: Sequence[Stack]) -> tuple[TrainState, Metrics]:
         """One optimizer update from one mini-batch; `state` is donated.
 
-        `micros`: stacks of columns (M, mb, ...), one or several shapes. A non-finite loss or
+        `micros`: stacks of columns (M, mb, ...), one or several shapes, whole on every process. A
+        non-finite loss or
         gradient, or a mini-batch without a trained token, changes nothing but `skipped`.
         """
         tokens, _ = _counts(micros)
         if tokens == 0:
             log.warning("mini-batch has no trained token: update skipped")
-        loss, grads, metrics = self.gradients(state.params, micros, place)
+        loss, grads, metrics = self.gradients(state.params, micros)
         state, own = self._apply(state, grads, loss, tokens)
         return state, metrics | own
 
     def gradients(
-        self, params: Params, micros: Sequence[Stack], place: Place | None = None
+        self, params: Params, micros: Sequence[Stack]
     ) -> tuple[jax.Array, Params, Metrics]:
         """Loss, float32 gradients and the loss's metrics of one mini-batch."""
-        place = place or self._place
         counts = _counts(micros)
         grads, losses, metrics = self._zeros(), [], dict[str, Metric]()
         for stack in micros:
-            placed = {name: place(self._column(stack, name)) for name in self.columns}
+            placed = {name: self._place(self._column(stack, name)) for name in self.columns}
             grads, loss, more = self._accumulate(params, grads, placed, *counts)
             losses.append(loss)
             metrics = merge(metrics, more)
