@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
-from hfjax.engine.train import Metrics, Outputs
-from hfjax.metrics import stage
+from hfjax.engine.train import Outputs
+from hfjax.metrics import Mean, stage
 from hfjax.roles import Actor, Critic, Reference, Reward
 
 
@@ -77,7 +76,7 @@ def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
 
 
 @partial(jax.jit, static_argnames="cfg")
-def _advantage(columns: Mapping[str, np.ndarray], *, cfg: Settings) -> dict[str, jax.Array]:
+def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Array]:
     mask_BT = columns["response_mask"]
     scores_BT = rewards_BT = rl.token_rewards(columns["score"], mask_BT)
     if cfg.kl.where == "reward":
@@ -94,9 +93,12 @@ def _advantage(columns: Mapping[str, np.ndarray], *, cfg: Settings) -> dict[str,
 
 
 def actor_loss(
-    outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
-) -> tuple[jax.Array, Metrics]:
-    """Clipped surrogate, less the entropy bonus, plus the KL term where it is part of the loss."""
+    outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Any
+) -> tuple[jax.Array, Mapping[str, Mean]]:
+    """Clipped surrogate, less the entropy bonus, plus the KL term where it is part of the loss.
+
+    `cfg` is any Settings with the clip, entropy, aggregation and kl fields (GRPO's too).
+    """
     mask_BT, logp_BT = batch["response_mask"], outputs.log_probs_BT
     loss_BT, metrics = rl.policy_loss(
         logp_BT,
@@ -124,7 +126,7 @@ def actor_loss(
 
 def critic_loss(
     outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
-) -> tuple[jax.Array, Metrics]:
+) -> tuple[jax.Array, Mapping[str, Mean]]:
     """Half the squared error of clipped values, averaged over tokens."""
     mask_BT = batch["response_mask"]
     loss_BT, metrics = rl.value_loss(

@@ -10,8 +10,9 @@ import jax
 
 from hfjax import rl
 from hfjax.batch import Batch
-from hfjax.engine.train import Metrics, Outputs
+from hfjax.engine.train import Outputs
 from hfjax.items import EXAMPLES
+from hfjax.metrics import Mean
 from hfjax.roles import Actor
 
 DATA = EXAMPLES  # rows are demonstrations, not prompts
@@ -36,8 +37,9 @@ def step(m: Any, examples: Batch, cfg: Settings) -> tuple[Batch, Any]:
 
 def sft_loss(
     outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
-) -> tuple[jax.Array, Metrics]:
+) -> tuple[jax.Array, Mapping[str, Mean]]:
     """-log p of the tokens under response_mask."""
     mask_BT = batch["response_mask"]
+    assert outputs.log_probs_BT is not None
     loss = rl.aggregate(-outputs.log_probs_BT, mask_BT, total, cfg.aggregation)
     return loss, {"nll": rl.loss_metric(loss, mask_BT, total)}

@@ -377,7 +377,21 @@ def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:
     return np.where(shard.columns["response_mask"], x_BT, np.float32(0))
 
 
-def check_model(builder: partial[Any], shape: MeshShape) -> None:
-    """Refuses, before any process starts, a model that does not divide over its mesh."""
-    if issubclass(builder.func, ModelRole):
-        plan_model(shape, builder.keywords["model"], builder.func.head)
+def role_class(builder: partial[Any]) -> type:
+    """The class behind a builder, which is a partial of it."""
+    assert isinstance(builder.func, type), f"{builder.func} is not a role class"
+    return builder.func
+
+
+def check_model(builder: partial[Any], shape: MeshShape, tokens: int) -> None:
+    """Refuses, before a process starts, a model that its mesh does not divide or rows too long."""
+    role = role_class(builder)
+    if not issubclass(role, ModelRole):
+        return
+    model = builder.keywords["model"]
+    config, *_ = plan_model(shape, model, role.head)
+    if tokens > config.max_positions:
+        raise ValueError(
+            f"rows of {tokens} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or "
+            f"data.max_tokens) exceed the {config.max_positions} positions of {model}; use less"
+        )

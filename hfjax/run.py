@@ -27,10 +27,11 @@ from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.data import make_sources
 from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.train import OptimizerConfig
 from hfjax.items import PROMPTS
 from hfjax.metrics import MetricLog, batch_metrics, cut_to_step, taken_seconds, timing_metrics
 from hfjax.models.hf import resolve_model
-from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model
+from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model, role_class
 from meshes.placement import Placement, load_placement, single_pool
 
 log = logging.getLogger(__name__)
@@ -87,8 +88,11 @@ class Run:
         n = self.rollout.n if self.rollout else 1
         self.model = str(resolve_model(config.model))
         kind = getattr(algorithm, "DATA", PROMPTS)
+        data = config.data
+        if self.rollout and config.reward.model:
+            data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
         self.source, self.held_out = make_sources(
-            config.data, self.model, kind=kind, n=n, seed=config.seed
+            data, self.model, kind=kind, n=n, seed=config.seed
         )
         self.steps = config.steps or config.epochs * self.source.steps_per_epoch
         self.rows = config.data.prompts_per_step * n
@@ -96,8 +100,11 @@ class Run:
         self.placement = self._placement(builders)
         for role, builder in builders.items():
             if role in self.placement.roles:
-                check_model(builder, self.placement.roles[role].mesh_shape)
-        self.out = Path(config.out or time.strftime(f"runs/{Path(algorithm_name(algorithm)).stem}-%Y%m%d-%H%M%S"))
+                check_model(builder, self.placement.roles[role].mesh_shape, self._longest_row())
+        self.out = Path(
+            config.out
+            or time.strftime(f"runs/{Path(algorithm_name(algorithm)).stem}-%Y%m%d-%H%M%S")
+        )
         self.done, self.store = self._open_directory()
         self.console = Console(soft_wrap=True, highlight=False)
         self.console.print(self.placement.table())
@@ -113,7 +120,7 @@ class Run:
             group=n,
             log_to_driver=False,
         )
-        self.trained = [k for k, b in builders.items() if issubclass(b.func, TrainedRole)]
+        self.trained = [k for k, b in builders.items() if issubclass(role_class(b), TrainedRole)]
         if self.done:
             self._restore()
 
@@ -128,7 +135,7 @@ class Run:
         """Steps from the last checkpoint, or from 0, to the end."""
         with self._stoppable() as stop, Progress(console=self.console) as progress:
             bar = progress.add_task("steps", total=self.steps, completed=self.done)
-            if self.log.last_step < 0:
+            if self.log.last_step < 0 and self.held_out:
                 self.log.write(0, self.evaluate(0))
             while self.done < self.steps and not stop.is_set():
                 step = self.done + 1
@@ -219,6 +226,12 @@ class Run:
     def _due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
+    def _longest_row(self) -> int:
+        data = self.config.data
+        if self.rollout is None:
+            return data.max_tokens
+        return data.max_prompt_tokens + self.rollout.max_new_tokens
+
     def _builders(self) -> dict[str, partial[Any]]:
         """The algorithm's roles with the run's settings bound to them."""
         config = self.config
@@ -290,9 +303,8 @@ class Run:
 
     def _sizes(self) -> str:
         """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
-        parts = [
-            f"a step: {self.config.data.prompts_per_step} prompts x {self.rows // self.config.data.prompts_per_step} = {self.rows} rows"
-        ]
+        prompts = self.config.data.prompts_per_step
+        parts = [f"a step: {prompts} prompts x {self.rows // prompts} = {self.rows} rows"]
         for role in ("actor", "critic"):
             if t := getattr(self.config, role, None):
                 mini = t.minibatch_sequences or self.rows
@@ -340,7 +352,7 @@ def export_run(run: str | Path, directory: str | Path) -> None:
         algorithm.roles(config.algorithm)["actor"],
         model=about["model"],
         random=config.init == "random",
-        training=config.actor,
+        training=dataclasses.replace(config.actor, optimizer=OptimizerConfig()),
     )
     with start(single_pool(["actor"], 1), {"actor": actor}, runtime="local") as models:
         models.actor.load(path=str(store.path(step) / "actor")).result()

@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
@@ -33,7 +33,7 @@ from meshes.layouts import BATCH, HEAD_DIM, KV_HEADS, LAYERS, Layout
 THREEFRY = "threefry2x32"  # rbg noise of a row changes under vmap, threefry's does not
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Generation:
     """Responses on the device, rows prompt-major (the n samples of a prompt are neighbours)."""
 
@@ -46,7 +46,7 @@ class Generation:
     truncated_B: jax.Array  # True when the row ended at its limit, without a stop id
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class _Prompts:
     """What stays as it is while the responses grow."""
 
@@ -56,7 +56,7 @@ class _Prompts:
     limit_Bn: jax.Array
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class _Responses:
     """What a segment changes; S response slots, the bucket in use."""
 
