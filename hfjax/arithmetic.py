@@ -4,6 +4,7 @@
 import hashlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,17 @@ def sum_reward(
     return [
         1.0 if response.strip() == truth else 0.0
         for response, truth in zip(responses, ground_truths, strict=True)
+    ]
+
+
+def last_number_reward(
+    prompts: Sequence[str], responses: Sequence[str], ground_truths: Sequence[str]
+) -> list[float]:
+    """1 where the last whole number of the response is the answer; for chatty models."""
+    found = [re.findall(r"-?\d+", response.replace(",", "")) for response in responses]
+    return [
+        1.0 if numbers and int(numbers[-1]) == int(truth) else 0.0
+        for numbers, truth in zip(found, ground_truths, strict=True)
     ]
 
 
