@@ -4,7 +4,6 @@
 A new value head on a policy checkpoint starts at zero; nothing else is ever made up.
 """
 
-import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -22,6 +21,16 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from hfjax.models.hf_config import hf_config, model_config
+from hfjax.models.hf_names import (
+    EMBED,
+    ENTRIES,
+    SCORE,
+    SCORE_BIAS,
+    TIED_HEAD,
+    Entry,
+    file_shapes,
+    letter_sizes,
+)
 from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
 from hfjax.models.sources import INDEX, SINGLE, GGUFFile, SafetensorsFiles, Source, tensor_names
 
@@ -29,8 +38,6 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 2**30  # of an exported file, as transformers
 COMPARED_ROWS = 4096  # of embedding and head at a time
-TIED_HEAD = "lm_head.weight"
-SCORE, SCORE_BIAS = "score.weight", "score.bias"
 COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -42,50 +49,6 @@ COPIED = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One parameter of ours and its tensor in a file, axis by axis in the letters of llama.py.
-
-    `file` separates the tensor's dimensions by commas: 'Hd,D' is (H*d, D). 'o' is one output.
-    """
-
-    path: tuple[str, ...]
-    ours: str  # letters of our axes, without the stacked L
-    name: str  # with {} for the layer where stacked
-    file: str
-
-    @property
-    def stacked(self) -> bool:
-        return self.path[0] == "layers"
-
-
-LAYER = "model.layers.{}."
-LAYER_ENTRIES = (
-    ("attn_norm", "D", "input_layernorm.weight", "D"),
-    ("mlp_norm", "D", "post_attention_layernorm.weight", "D"),
-    ("wq", "DHd", "self_attn.q_proj.weight", "Hd,D"),
-    ("wk", "DKd", "self_attn.k_proj.weight", "Kd,D"),
-    ("wv", "DKd", "self_attn.v_proj.weight", "Kd,D"),
-    ("wo", "HdD", "self_attn.o_proj.weight", "D,Hd"),
-    ("w_gate", "DF", "mlp.gate_proj.weight", "F,D"),
-    ("w_up", "DF", "mlp.up_proj.weight", "F,D"),
-    ("w_down", "FD", "mlp.down_proj.weight", "D,F"),
-    ("bq", "Hd", "self_attn.q_proj.bias", "Hd"),
-    ("bk", "Kd", "self_attn.k_proj.bias", "Kd"),
-    ("bv", "Kd", "self_attn.v_proj.bias", "Kd"),
-    ("q_norm", "d", "self_attn.q_norm.weight", "d"),
-    ("k_norm", "d", "self_attn.k_norm.weight", "d"),
-)
-ENTRIES = (
-    Entry(("embed",), "VD", "model.embed_tokens.weight", "V,D"),
-    *(Entry(("layers", ours), a, LAYER + name, b) for ours, a, name, b in LAYER_ENTRIES),
-    Entry(("final_norm",), "D", "model.norm.weight", "D"),
-    Entry(("lm_head",), "DV", TIED_HEAD, "V,D"),
-    Entry(("value_head",), "D", SCORE, "o,D"),
-    Entry(("value_bias",), "", SCORE_BIAS, "o"),
 )
 
 
@@ -190,7 +153,7 @@ def _zeros(ranges: list[tuple[int, int]], dtype: np.dtype) -> np.ndarray:
 
 
 def _reader(source: Source, cfg: ModelConfig, entry: Entry) -> Block:
-    sizes = _sizes(cfg)
+    sizes = letter_sizes(cfg)
 
     def read(ranges: list[tuple[int, int]], dtype: np.dtype) -> np.ndarray:
         block = _zeros(ranges, dtype)  # vocabulary padding stays zero
@@ -234,21 +197,9 @@ def _from_file(
     return block.transpose([letters.index(letter) for letter in entry.ours])
 
 
-def _sizes(cfg: ModelConfig) -> dict[str, int]:
-    return {
-        "D": cfg.embed,
-        "H": cfg.heads,
-        "K": cfg.kv_heads,
-        "d": cfg.head_dim,
-        "F": cfg.mlp,
-        "V": cfg.vocab,
-        "o": 1,
-    }
-
-
 def _check(source: Source, cfg: ModelConfig, head: Head, entries: list[Entry]) -> None:
     """Every tensor is there with its shape, and none is there that we would leave out unawares."""
-    wanted = {name: shape for entry in entries for name, shape in _file_shapes(cfg, entry).items()}
+    wanted = {name: shape for entry in entries for name, shape in file_shapes(cfg, entry).items()}
     missing = [name for name in wanted if name not in source.shapes]
     if missing:
         raise ValueError(_missing(source.where, missing, cfg, head))
@@ -271,14 +222,6 @@ def _check(source: Source, cfg: ModelConfig, head: Head, entries: list[Entry]) -
         )
 
 
-def _file_shapes(cfg: ModelConfig, entry: Entry) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of an entry's tensors in a file."""
-    sizes = _sizes(cfg)
-    shape = tuple(math.prod(sizes[letter] for letter in dim) for dim in entry.file.split(","))
-    layers = range(cfg.layers) if entry.stacked else range(1)
-    return {entry.name.format(layer): shape for layer in layers}
-
-
 def _missing(where: str, names: list[str], cfg: ModelConfig, head: Head) -> str:
     message = f"{where} lacks {len(names)} tensors, e.g. {names[0]!r}"
     if TIED_HEAD in names:
@@ -296,14 +239,14 @@ def _misshapen(where: str, name: str, found: tuple[int, ...], wanted: tuple[int,
 
 
 def _refuse_untied(source: Source, cfg: ModelConfig) -> None:
-    embed, shape = "model.embed_tokens.weight", (cfg.vocab, cfg.embed)
+    shape = (cfg.vocab, cfg.embed)
     same = source.shapes[TIED_HEAD] == shape
     for start in range(0, cfg.vocab if same else 0, COMPARED_ROWS):
         rows = (slice(start, min(start + COMPARED_ROWS, cfg.vocab)), slice(0, cfg.embed))
-        same = same and np.array_equal(source.read(TIED_HEAD, rows), source.read(embed, rows))
+        same = same and np.array_equal(source.read(TIED_HEAD, rows), source.read(EMBED, rows))
     if not same:
         raise ValueError(
-            f"{source.where}: tie_word_embeddings=true, but {TIED_HEAD!r} differs from {embed!r}; "
+            f"{source.where}: tie_word_embeddings=true, but {TIED_HEAD!r} differs from {EMBED!r}; "
             "set tie_word_embeddings to false, or delete the stale head"
         )
 
@@ -323,7 +266,7 @@ def save_hf(
     """
     out, source = Path(out_dir), Path(src_dir) if src_dir else None
     entries = [entry for entry in ENTRIES if _at(params, entry.path) is not None]
-    tensors = [(name, entry) for entry in entries for name in _file_shapes(cfg, entry)]
+    tensors = [(name, entry) for entry in entries for name in file_shapes(cfg, entry)]
     files = _plan_files(cfg, entries, np.dtype(dtype).itemsize)
     writes = jax.process_index() == 0
     if writes:
@@ -388,7 +331,7 @@ def _in_layer_order(
     cfg: ModelConfig, entries: list[Entry]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     for entry in entries:
-        yield from _file_shapes(cfg, entry).items()
+        yield from file_shapes(cfg, entry).items()
 
 
 def _to_file(
@@ -398,12 +341,12 @@ def _to_file(
     value = _at(params, entry.path)
     if entry.stacked:
         value = value[int(name.split(".")[2])]
-    sizes = _sizes(cfg)
+    sizes = letter_sizes(cfg)
     host = _gather(value).astype(dtype)
     host = host[tuple(slice(0, sizes[letter]) for letter in entry.ours)]
     letters = entry.file.replace(",", "").replace("o", "")
     host = host.transpose([entry.ours.index(letter) for letter in letters])
-    return np.ascontiguousarray(host.reshape(next(iter(_file_shapes(cfg, entry).values()))))
+    return np.ascontiguousarray(host.reshape(next(iter(file_shapes(cfg, entry).values()))))
 
 
 def _gather(value: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in and out: bit-equal, into any layout; damaged ones refused before allocation."""
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_no_read_is_larger_than_a_shard(tmp_path: Path, monkeypatch: pytest.Monk
 def test_vocabulary_padding_is_added_and_cut(tmp_path: Path) -> None:
     source = write_tiny_hf(tmp_path / "in", vocab_size=90)
     plain = load_config(source)
-    cfg = ModelConfig(**(plain.__dict__ | {"vocab_multiple": 64}))
+    cfg = dataclasses.replace(plain, vocab_multiple=64)
     shape = MeshShape(data=2, tensor=4)
     mesh, layout = make_mesh(jax.devices(), shape), train_layout(shape, kv_heads=4)
     placed = shardings(mesh, layout, abstract_params(cfg, "lm")[1])
@@ -343,7 +344,7 @@ def test_a_score_head_without_bias_round_trips(tmp_path: Path) -> None:
 
 def test_a_bias_unknown_to_the_config_is_refused(tmp_path: Path) -> None:
     source = write_lut(tmp_path, scores=np.eye(16)[7], bias=0.5)
-    cfg = ModelConfig(**(load_config(source).__dict__ | {"head_bias": False}))
+    cfg = dataclasses.replace(load_config(source), head_bias=False)
     with pytest.raises(ValueError, match=r"no place for, e\.g\. 'score.bias'"):
         load_params(source, cfg, "score")
 
