@@ -30,7 +30,8 @@ def log_softmax_at(
     Columns at K_MASK (vocabulary padding, forbidden tokens) carry no probability.
     """
     scaled_V = logits_V.astype(jnp.float32) / temperature
-    return _pick(scaled_V, tokens) - jax.nn.logsumexp(scaled_V, axis=-1)
+    picked = jnp.take_along_axis(scaled_V, tokens[..., None], axis=-1)[..., 0]
+    return picked - jax.nn.logsumexp(scaled_V, axis=-1)
 
 
 def score_tokens(
@@ -147,12 +148,6 @@ class Scorer:
         self.log_probs = jax.jit(log_probs, out_shardings=rows)  # (log_probs_BT, entropy_BT)
         self.values = jax.jit(values, out_shardings=rows)  # values_BT
         self.scores = jax.jit(scores, out_shardings=rows)  # scores_B
-
-
-def _pick(values_V: jax.Array, tokens: jax.Array) -> jax.Array:
-    """values[..., token]; a masked sum, because a gather would collect a sharded vocabulary."""
-    ids_V = jax.lax.broadcasted_iota(tokens.dtype, values_V.shape, values_V.ndim - 1)
-    return jnp.sum(jnp.where(ids_V == tokens[..., None], values_V, 0.0), axis=-1)
 
 
 def _to_scored_token(after_BT: jax.Array) -> jax.Array:
