@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What the relay promises: the same weights, the fewest bytes, shared buffers where nothing moves."""
+
 import re
 
 import jax

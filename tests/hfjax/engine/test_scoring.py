@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What scoring promises: dense values from chunks, alignment, padding and layouts that change nothing."""
+
 import dataclasses
 import math
 import re
