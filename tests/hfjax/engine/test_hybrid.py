@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the relay promises: the same weights, the fewest bytes, shared buffers where nothing moves."""
+"""The relay: the same weights, the fewest bytes, shared buffers where nothing moves."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scoring promises: dense values from chunks, alignment, padding and layouts that change nothing."""
+"""Scoring: chunks give the dense values; alignment, padding and layout change nothing."""
 
 import dataclasses
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update promises: no number depends on the cut or the layout; bad batches change nothing."""
+"""Updates: no number depends on the cut or the layout; bad batches change nothing."""
 
 import logging
 from functools import partial
