@@ -159,7 +159,7 @@ def compare(step: Mapping[str, Any], first: Mapping[str, Any]) -> Comparison:
     differs = np.flatnonzero((ids != base).any(axis=1) | (step["length"] != first["length"]))
     return Comparison(
         rows=len(differs),
-        ties=sum(margin(row, step, first) < TIE for row in differs),
+        ties=sum(margin(int(row), step, first) < TIE for row in differs),
         loss=max(abs(float(step[name]) - float(first[name])) for name in LOSSES),
         norm=max(abs(float(step[name]) / float(first[name]) - 1) for name in NORMS),
         gap=float(step[GAP]),
@@ -212,8 +212,8 @@ def table(rows: Sequence[tuple[str, Comparison]]) -> str:
     lines = [
         f"First PPO step, seed {SEED}, float32, against the first row; simulated devices of "
         f"{platform.machine()} CPU with {os.cpu_count()} cores; {versions}",
-        f"{'placement':26}{'runtime':8}{'processes':>10}{'rows differ':>12}{'ties':>6}{'loss diff':>11}"
-        f"{'grad_norm rel':>14}{'rollout diff':>13}{'seconds':>9}",
+        f"{'placement':26}{'runtime':8}{'processes':>10}{'rows differ':>12}{'ties':>6}"
+        f"{'loss diff':>11}{'grad_norm rel':>14}{'rollout diff':>13}{'seconds':>9}",
     ]
     for name, c in rows:
         case, (_, mesh) = CASES[name], name.split(":")

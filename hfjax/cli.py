@@ -11,6 +11,7 @@ COMMANDS = {
     "export": "export RUN DIR    the actor of a run's newest checkpoint, in Hugging Face format",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
+FORM = "write --SECTION.KEY VALUE, and --KEY or --no-KEY for a switch"
 USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
     f"  hfjax {line}" for line in COMMANDS.values()
 )
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
-        print(f"hfjax {command}: {error}", file=sys.stderr)
+        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"hfjax {command}: interrupted", file=sys.stderr)
@@ -65,13 +66,14 @@ def parse(module: Any, arguments: list[str]) -> Any:
     file = read_toml(known.config) if known.config else {}
     model = known.model or file.get("model", "embedded")
     base = default_config(module, model, known.config)
-    rest = _without(arguments, "--config")
+    rest = [alias(argument) for argument in _without(arguments, "--config")]
+    check_options(type(base), rest)
     prog = f"hfjax train {algorithm_name(module)}"
     return tyro.cli(
         type(base),
         prog=prog,
         default=base,
-        args=[alias(argument) for argument in rest],
+        args=rest,
         config=(tyro.conf.AvoidSubcommands,),
     )
 
@@ -80,6 +82,26 @@ def alias(argument: str) -> str:
     """--data FILE is short for --data.train FILE, --resume and others stay as they are."""
     name, equals, value = argument.partition("=")
     return f"{ALIASES.get(name, name)}{equals}{value}"
+
+
+def check_options(cls: type, arguments: list[str]) -> None:
+    """Refuses options that are no settings, and values that belong to no option."""
+    from hfjax.config import check_names, setting_names
+
+    settings = setting_names(cls)
+    option = ""  # the one before, while it may take a value
+    for argument in arguments:
+        if not argument.startswith("--"):
+            if not option:
+                raise ValueError(f"command line: {argument!r} follows no option; {FORM}")
+            option = ""
+            continue
+        name, equals, _ = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        switch = settings.get(name.replace("no_", "", 1)) is bool or name == "help"
+        if not switch:
+            check_names(cls, [name], where="command line")
+        option = "" if equals or switch else name
 
 
 def _without(arguments: list[str], name: str) -> list[str]:

@@ -6,7 +6,7 @@ import difflib
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,29 +142,80 @@ def from_dict(cls: type, table: Mapping[str, Any], *, where: str, base: Any = No
     Raises ValueError naming section and key for unknown keys (with the nearest legal one),
     wrong types and illegal values.
     """
-    base = cls() if base is None else base
+    check_names(cls, _dotted(table), where=where)
+    return _from_table(cls, table, where, cls() if base is None else base)
+
+
+def _from_table(cls: type, table: Mapping[str, Any], where: str, base: Any) -> Any:
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in table.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.0)[0]
-            legal = ", ".join(sorted(hints))
-            raise ValueError(
-                f"{where}: unknown key '{key}'; did you mean '{near}'? legal keys: {legal}"
-            )
         kind = hints[key]
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
                 raise ValueError(f"{where}: {key}={value!r} must be a table [{key}]")
-            values[key] = from_dict(
-                typing.cast(type, kind), value, where=f"{where} [{key}]", base=getattr(base, key)
-            )
+            inner = getattr(base, key)
+            values[key] = _from_table(typing.cast(type, kind), value, f"{where} [{key}]", inner)
         else:
             values[key] = _typed(kind, value, f"{where}: {key}")
     try:
         return dataclasses.replace(base, **values)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+
+
+def setting_names(cls: type) -> dict[str, Any]:
+    """Every setting of a dataclass by dotted name, as actor.optimizer.lr, with its type."""
+    names: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            inner = setting_names(typing.cast(type, kind))
+            names |= {f"{name}.{rest}": leaf for rest, leaf in inner.items()}
+        else:
+            names[name] = kind
+    return names
+
+
+def check_names(cls: type, names: Iterable[str], *, where: str) -> None:
+    """Refuses dotted names that are no setting or section of `cls`, with the nearest that is."""
+    legal = setting_names(cls)
+    sections = {name.rpartition(".")[0] for name in legal}
+    for name in names:
+        if name in legal or any(f"{section}.".startswith(f"{name}.") for section in sections):
+            continue
+        top = name.partition(".")[0]
+        if top in SECTIONS and top not in sections:
+            used = ", ".join(sorted(section for section in sections if section))
+            raise ValueError(
+                f"{where}: section [{top}] is not used by this algorithm; its sections: {used}"
+            )
+        section, _, key = name.rpartition(".")
+        section = section if section in sections else ""
+        same = [each.rpartition(".")[2] for each in legal if each.rpartition(".")[0] == section]
+        at = f" in [{section}]" if section else ""
+        raise ValueError(
+            f"{where}: unknown key '{name.removeprefix(f'{section}.')}'{at}; did you mean "
+            f"'{_nearest(key, section, legal)}'? legal keys{at}: {', '.join(sorted(same))}"
+        )
+
+
+def _nearest(key: str, section: str, legal: Iterable[str]) -> str:
+    """The likeliest meant: so named or nearly so, the same section first; learning_rate is lr."""
+    initials = "".join(word[:1] for word in key.replace("-", "_").split("_"))
+
+    def likeness(name: str) -> tuple[float, bool]:
+        at, _, leaf = name.rpartition(".")
+        alike = difflib.SequenceMatcher(None, key, leaf).ratio()
+        return max(alike, 0.9 * (leaf == initials)) + 0.1 * (at == section), at == section
+
+    return max(legal, key=likeness)
+
+
+def _dotted(table: Mapping[str, Any]) -> Iterator[str]:
+    """Dotted names of a table's keys; an empty section counts as a key."""
+    for key, value in table.items():
+        inner = list(_dotted(value)) if isinstance(value, Mapping) else []
+        yield from (f"{key}.{name}" for name in inner) if inner else [key]
 
 
 def to_toml(config: Any) -> str:
