@@ -40,7 +40,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
         Actor,
         loss=partial(actor_loss, cfg=cfg),
         columns=("old_log_probs", "advantages", *kl_columns),
-        with_entropy=cfg.entropy_coef != 0,
+        loss_entropy=cfg.entropy_coef != 0,
     )
     table: dict[str, Any] = {"actor": actor, "reward": partial(Reward)}
     return table if cfg.kl.where == "none" else table | {"reference": partial(Reference)}

@@ -42,7 +42,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
             Actor,
             loss=partial(actor_loss, cfg=cfg),
             columns=("old_log_probs", "advantages", *kl_columns),
-            with_entropy=cfg.entropy_coef != 0,
+            loss_entropy=cfg.entropy_coef != 0,
         ),
         "critic": partial(
             Critic, loss=partial(critic_loss, cfg=cfg), columns=("values", "returns")

@@ -28,9 +28,9 @@ from hfjax.engine import checkpoint
 from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay
 from hfjax.engine.microbatch import cut_micros
-from hfjax.engine.passes import Passes
+from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.sampling import Sampling
-from hfjax.engine.scoring import score_tokens, scores_at_end, values_of
+from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import LossFn, Trainer, TrainState
 from hfjax.metrics import finalize, merge
 from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
@@ -61,6 +61,7 @@ class ModelRole:
 
     head: Head = "lm"
     dtype_of_weights: str | None = None  # None: that of computation
+    with_entropy = False  # of the policy's forward pass
 
     def __init__(
         self,
@@ -80,6 +81,14 @@ class ModelRole:
         self.config, self.layout, self.shapes, self.axes = plan_model(self.shape, model, self.head)
         self.mesh = make_mesh(context.devices, self.shape)
         self.passes = Passes(self.mesh, self.layout, self.shape.replicas)
+        self.scorer = Scorer(
+            self.config,
+            self.mesh,
+            self.layout,
+            temperature=self.temperature,
+            compute_dtype=compute_dtype,
+            with_entropy=self.with_entropy,
+        )
         placed = shardings(self.mesh, self.layout, self.axes)
         dtype = jnp.dtype(self.dtype_of_weights or compute_dtype)
         if random:
@@ -87,6 +96,10 @@ class ModelRole:
             self.params = init_params(self.config, self.head, key, placed, dtype)
         else:
             self.params = load_params(model, self.config, self.head, placed, dtype)
+
+    def forward(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
+        """Host arrays of what compute(params, *columns) gives for the shard's rows."""
+        return self.passes.over(shard, names, partial(compute, self.params))
 
 
 class TrainedRole(ModelRole):
@@ -101,10 +114,10 @@ class TrainedRole(ModelRole):
         loss: LossFn,
         columns: tuple[str, ...],
         training: TrainingConfig,
-        with_entropy: bool = False,
+        loss_entropy: bool = False,
         **model: Any,
     ) -> None:
-        """`loss` reads `columns` of the batch; `model` goes to ModelRole."""
+        """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole."""
         super().__init__(context, compute_dtype=training.compute_dtype, **model)
         self.training = training
         self.columns = ("input_ids", "length", "response_mask", *columns)
@@ -120,7 +133,7 @@ class TrainedRole(ModelRole):
             temperature=self.temperature,
             compute_dtype=training.compute_dtype,
             remat=training.remat,
-            with_entropy=with_entropy,
+            with_entropy=loss_entropy,
         )
         self.set_state(self.trainer.init_state(self.params))
 
@@ -167,6 +180,8 @@ class TrainedRole(ModelRole):
 class Actor(TrainedRole):
     """The policy: generates, scores its tokens, learns."""
 
+    with_entropy = True
+
     def __init__(
         self,
         context: RoleContext,
@@ -179,7 +194,6 @@ class Actor(TrainedRole):
         temperature = rollout.temperature if rollout else 1.0
         super().__init__(context, temperature=temperature, seed=seed, **trained)
         self.seed, self.rollout = seed, rollout
-        self.score = jax.jit(partial(score_tokens, self.config, temperature=self.temperature))
         if rollout is None:
             return
         layout = generate_layout(self.shape, kv_heads=self.config.kv_heads)
@@ -261,7 +275,7 @@ class Actor(TrainedRole):
     )
     def compute_log_prob(self, shard: Shard) -> Answer:
         """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
-        logp, entropy = self.passes.over(shard, ("input_ids",), partial(self.score, self.params))
+        logp, entropy = self.forward(shard, ("input_ids",), self.scorer.log_probs)
         columns = {"old_log_probs": masked(logp, shard), "entropy": masked(entropy, shard)}
         return Answer(columns, shard.rows)
 
@@ -277,14 +291,10 @@ class Critic(TrainedRole):
 
     head: Head = "value"
 
-    def __init__(self, context: RoleContext, **trained: Any) -> None:
-        super().__init__(context, **trained)
-        self.compute = jax.jit(lambda params, tokens: (values_of(self.config, params, tokens),))
-
     @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("values",))
     def compute_values(self, shard: Shard) -> Answer:
         """The value before each response token; 0 elsewhere."""
-        (values,) = self.passes.over(shard, ("input_ids",), partial(self.compute, self.params))
+        (values,) = self.forward(shard, ("input_ids",), self.scorer.values)
         return Answer({"values": masked(values, shard)}, shard.rows)
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
@@ -296,16 +306,10 @@ class Critic(TrainedRole):
 class Reference(ModelRole):
     """The frozen policy of the start, from which KL is measured."""
 
-    def __init__(self, context: RoleContext, **model: Any) -> None:
-        super().__init__(context, **model)
-        self.score = jax.jit(
-            partial(score_tokens, self.config, temperature=self.temperature, with_entropy=False)
-        )
-
     @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
     def compute_ref_log_prob(self, shard: Shard) -> Answer:
         """Log-probs of the response tokens under the reference; 0 elsewhere."""
-        logp, _ = self.passes.over(shard, ("input_ids",), partial(self.score, self.params))
+        logp, _ = self.forward(shard, ("input_ids",), self.scorer.log_probs)
         return Answer({"ref_log_prob": masked(logp, shard)}, shard.rows)
 
 
@@ -314,17 +318,11 @@ class Reward(ModelRole):
 
     head: Head = "score"
 
-    def __init__(self, context: RoleContext, **model: Any) -> None:
-        super().__init__(context, **model)
-        self.compute = jax.jit(
-            lambda params, tokens, length: (scores_at_end(self.config, params, tokens, length),)
-        )
-
     @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("score",))
     def compute_reward(self, shard: Shard) -> Answer:
         """score (B,) of prompt and response together."""
         names = ("input_ids", "length")
-        (score,) = self.passes.over(shard, names, partial(self.compute, self.params))
+        (score,) = self.forward(shard, names, self.scorer.scores)
         return Answer({"score": score}, shard.rows)
 
 

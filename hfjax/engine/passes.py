@@ -13,7 +13,7 @@ from meshes.layouts import Layout, batch_sharding
 
 PASS_TOKENS = 16_384  # padded tokens a replica in one pass: bounds its activations
 
-Compute = Callable[..., tuple[jax.Array, ...]]
+Compute = Callable[..., jax.Array | tuple[jax.Array, ...]]
 
 
 class Passes:
@@ -35,12 +35,12 @@ class Passes:
         per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
         width = max(1, min(per, PASS_TOKENS // shard.columns[names[0]].shape[1]))
         first_rows = np.arange(self.replicas)[:, None] * per
-        done: list[tuple[np.ndarray, tuple[jax.Array, ...]]] = []
+        done: list[tuple[np.ndarray, list[jax.Array]]] = []
         for start in range(0, per, width):
             offsets = start + np.arange(width)
             rows = np.where(offsets < per, first_rows + offsets, -1).reshape(-1)
             arrays = [self._place(shard.columns[name], shard.rows, rows) for name in names]
-            done.append((rows, compute(*arrays)))
+            done.append((rows, jax.tree.leaves(compute(*arrays))))
         return [
             _collected([(rows, arrays[k]) for rows, arrays in done], shard.rows)
             for k in range(len(done[0][1]))
