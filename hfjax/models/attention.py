@@ -44,7 +44,9 @@ def attend_cached(
     K, P, S = k_BnKd.shape[2], prompt.k_LBKdS.shape[-1], own.k_LBKdS.shape[-1]
     q_BnKGd = q_BnHd.reshape(B, n, K, H // K, d)
     in_prompt_BP = jnp.arange(P)[None] < prompt_length_B[:, None]
-    shared_BnKGP = einsum_f32("BnKGd,BKdP->BnKGP", q_BnKGd, prompt.k_LBKdS)
+    # with K before n the shared cache is one batched matmul; XLA's CPU refuses the other in bf16
+    shared_BKnGP = einsum_f32("BKnGd,BKdP->BKnGP", q_BnKGd.swapaxes(1, 2), prompt.k_LBKdS)
+    shared_BnKGP = shared_BKnGP.swapaxes(1, 2)
     earlier_BnKGS = einsum_f32("BnKGd,BnKdS->BnKGS", q_BnKGd, own.k_LBKdS)
     itself_BnKG = einsum_f32("BnKGd,BnKd->BnKG", q_BnKGd, k_BnKd)
     parts = [
@@ -53,8 +55,9 @@ def attend_cached(
         itself_BnKG[..., None] * d**-0.5,
     ]
     p = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1).astype(v_BnKd.dtype)
+    from_prompt_BKnGd = einsum_f32("BKnGP,BKPd->BKnGd", p[..., :P].swapaxes(1, 2), prompt.v_LBKSd)
     mixed_BnKGd = (
-        einsum_f32("BnKGP,BKPd->BnKGd", p[..., :P], prompt.v_LBKSd)
+        from_prompt_BKnGd.swapaxes(1, 2)
         + einsum_f32("BnKGS,BnKSd->BnKGd", p[..., P : P + S], own.v_LBKSd)
         + einsum_f32("BnKG,BnKd->BnKGd", p[..., -1], v_BnKd)
     )

@@ -283,7 +283,6 @@ def test_temperature_is_in_the_draw_and_in_the_log_probs(table):
     np.testing.assert_allclose(greedy.log_probs_BT[0, 1], -0.14293, atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="XLA on CPU lacks the bf16 product with shared prompts")
 def test_bfloat16_weights_give_float32_log_probs(tiny_params):
     rig = Rig(TINY, jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_params))
     out = rig(PROMPTS, n=2, max_new_tokens=6)
