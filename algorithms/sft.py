@@ -40,6 +40,5 @@ def sft_loss(
 ) -> tuple[jax.Array, Mapping[str, Mean]]:
     """-log p of the tokens under response_mask."""
     mask_BT = batch["response_mask"]
-    assert outputs.log_probs_BT is not None
     loss = rl.aggregate(-outputs.log_probs_BT, mask_BT, total, cfg.aggregation)
     return loss, {"nll": rl.loss_metric(loss, mask_BT, total)}

@@ -56,7 +56,7 @@ def passed(reward: str, row: dict[str, float]) -> bool:
 
 def main() -> int:
     """Runs them all, one after the other, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Accuracy before and after training")
     parser.add_argument("--algorithms", nargs="+", default=["ppo", "grpo"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rewards", nargs="+", choices=REWARDS, default=list(REWARDS))

@@ -62,7 +62,6 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
-    _send_by_value(module)
     return module
 
 
@@ -77,11 +76,3 @@ def _from_package(full: str, name: str) -> ModuleType:
     raise ValueError(
         f"algorithm={name}: no module {full}; use one of {shipped}, package.module or a .py file"
     )
-
-
-def _send_by_value(module: ModuleType) -> None:
-    """Worker processes cannot import a loose file: Ray sends its functions whole."""
-    if importlib.util.find_spec("ray") is not None:
-        from ray import cloudpickle
-
-        cloudpickle.register_pickle_by_value(module)

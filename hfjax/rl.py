@@ -19,6 +19,8 @@ from hfjax.metrics import Mean
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, yet finite in float32
 WHITEN_EPS = 1e-8
 
+Pair = tuple[jax.Array, jax.Array]
+
 
 class Denominators(NamedTuple):
     """What the losses of one GLOBAL mini-batch divide by, whatever part of it a device holds."""
@@ -82,13 +84,12 @@ def gae(
     """
     rewards_BT, values_BT = _under(mask_BT, rewards_BT), _under(mask_BT, values_BT)
 
-    def back(next_B: tuple[jax.Array, jax.Array], at_B: tuple[jax.Array, jax.Array, jax.Array]):
+    def back(next_B: Pair, at_B: tuple[jax.Array, ...]) -> tuple[Pair, jax.Array]:
         (next_value_B, next_advantage_B), (reward_B, value_B, mask_B) = next_B, at_B
         delta_B = reward_B + gamma * next_value_B - value_B
         advantage_B = delta_B + gamma * lam * next_advantage_B
-        here_B = (value_B, advantage_B)
-        carry_B = tuple(jnp.where(mask_B, h, n) for h, n in zip(here_B, next_B, strict=True))
-        return carry_B, advantage_B
+        next_value_B = jnp.where(mask_B, value_B, next_value_B)
+        return (next_value_B, jnp.where(mask_B, advantage_B, next_advantage_B)), advantage_B
 
     end_B = jnp.zeros(rewards_BT.shape[0], jnp.float32)
     columns_TB = (rewards_BT.T, values_BT.T, jnp.asarray(mask_BT).T)
@@ -266,6 +267,7 @@ def entropy(logits: jax.Array) -> jax.Array:
     """-Σ p log p over the last axis; logits already divided by the temperature, and finite."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -(jnp.exp(logp) * logp).sum(-1)
+
 
 # Those that need no constant from the settings.
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]

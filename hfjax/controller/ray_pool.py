@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resource pools as Ray actors, one SPMD process each; Ray is imported when a runtime is made."""
 
+import importlib
+import logging
 import os
 import random
 import signal
@@ -214,7 +216,7 @@ class RayRuntime:
             include_dashboard=False if address == "local" else None,
             namespace=f"hfjax-{uuid.uuid4().hex}",
             log_to_driver=self.log_to_driver,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
         )
         self._owns_session = True
 
@@ -363,8 +365,7 @@ def _alive(pid: int) -> bool:
 
 def _packed(builder: Callable[..., Any]) -> bytes:
     """A builder for another process; code that workers cannot import travels by value."""
-    from ray import cloudpickle
-
+    cloudpickle: Any = importlib.import_module("ray.cloudpickle")  # its stubs hide dumps
     modules = {module for module in _modules(builder) if not _importable(module)}
     for module in modules:
         cloudpickle.register_pickle_by_value(module)

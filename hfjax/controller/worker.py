@@ -249,7 +249,7 @@ _counted = {"compiles": 0}
 def _listen_to_compiles() -> None:
     import jax.monitoring
 
-    def count(event: str, seconds: float, **details: Any) -> None:
+    def count(event: str, duration_secs: float, **kwargs: Any) -> None:
         _counted["compiles"] += event == COMPILE_EVENT
 
     jax.monitoring.register_event_duration_secs_listener(count)

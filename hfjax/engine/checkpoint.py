@@ -56,7 +56,8 @@ def restore_role(path: str | Path, abstract: Any) -> Any:
     wanted = _flat(abstract)
     with _quiet(), _checkpointer() as reader:
         try:
-            saved = reader.metadata(path).item_metadata.tree
+            metadata: Any = reader.metadata(path).item_metadata
+            saved = metadata.tree
         except Exception as error:
             raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
         _check_same(path, saved, wanted)

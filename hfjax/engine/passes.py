@@ -67,7 +67,7 @@ class Passes:
     ) -> jax.Array:
         """An array of the rows `rows`; `values` are those of the rows `held`, ascending."""
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             wanted = rows[index[0]]
             at = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
             picked = values[at]

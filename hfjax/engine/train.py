@@ -102,10 +102,10 @@ class TrainState:
 class Outputs:
     """What the model says of one micro-batch; only the head's own fields are set."""
 
-    log_probs_BT: jax.Array | None = None  # lm
-    entropy_BT: jax.Array | None = None  # lm; zeros unless the trainer was built with_entropy
-    values_BT: jax.Array | None = None  # value
-    scores_B: jax.Array | None = None  # score
+    log_probs_BT: Any = None  # lm
+    entropy_BT: Any = None  # lm; zeros unless the trainer was built with_entropy
+    values_BT: Any = None  # value
+    scores_B: Any = None  # score
 
 
 LossFn = Callable[[Outputs, Micro, Denominators], tuple[jax.Array, Mapping[str, Metric]]]
