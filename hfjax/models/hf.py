@@ -139,7 +139,9 @@ def _place(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding, block: 
     """A global array from blocks, each read once and handed to every local device that holds it."""
     devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
-        ranges = [part.indices(size)[:2] for part, size in zip(index or (), shape.shape, strict=True)]
+        ranges = [
+            part.indices(size)[:2] for part, size in zip(index or (), shape.shape, strict=True)
+        ]
         devices.setdefault(tuple(ranges), []).append(device)
     arrays = []
     for ranges, holders in devices.items():
