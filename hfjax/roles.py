@@ -175,6 +175,8 @@ class TrainedRole(ModelRole):
     def export(self, *, directory: str) -> None:
         """Writes the weights as a Hugging Face directory."""
         save_hf(self.params, self.config, self.head, self.model, directory)
+        if self.model.endswith(".gguf") and jax.process_index() == 0:
+            load_tokenizer(self.model).save(directory)
 
 
 class Actor(TrainedRole):

@@ -4,7 +4,10 @@
 import os
 
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    # programs here run once or twice: compiling them is what takes time
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 

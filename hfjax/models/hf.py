@@ -259,14 +259,17 @@ def save_hf(
     head: Head,
     src_dir: str | Path | None,
     out_dir: str | Path,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
 ) -> None:
     """A directory that transformers loads: weights, config.json, and the source's tokenizer files.
+
+    `dtype` None is the source's own, float32 where it names none.
 
     Every process calls it; tensors are gathered one by one and process 0 writes. `src_dir` is the
     directory or GGUF file the model came from; its settings are kept.
     """
     out, source = Path(out_dir), Path(src_dir) if src_dir else None
+    dtype = jnp.dtype(dtype or _source_dtype(source))
     entries = [entry for entry in ENTRIES if _at(params, entry.path) is not None]
     tensors = [(name, entry) for entry in entries for name in file_shapes(cfg, entry)]
     files = _plan_files(cfg, entries, np.dtype(dtype).itemsize)
@@ -286,6 +289,13 @@ def save_hf(
             os.replace(out / f"{file}.partial", out / file)
     if writes:
         _write_json_files(cfg, head, dtype, source, out, files)
+
+
+def _source_dtype(source: Path | None) -> str:
+    if source is None or source.suffix == ".gguf":
+        return "float32"
+    raw = _read_json(source / "config.json")
+    return raw.get("dtype") or raw.get("torch_dtype") or "float32"
 
 
 def _write_json_files(
