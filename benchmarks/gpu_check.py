@@ -2,8 +2,8 @@
 """One GPU in six minutes: exact numbers, decode bandwidth, training MFU, relay seconds.
 
 `python -m benchmarks.gpu_check [--size tiny|full]`. It uses the engine alone, so that jax, flax,
-optax, orbax and numpy are enough; `tiny` runs on a CPU too. Timings are medians after one warm-up
-that compiles. Weights are random: nothing is downloaded.
+optax, orbax and numpy are enough; `tiny` runs on a CPU too. Timings are medians of n after one
+call that compiles. Weights are random: nothing is downloaded.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from hfjax.engine.hybrid import Relay
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import OptimizerConfig, Outputs, Trainer
+from hfjax.metrics import finalize
 from hfjax.models.llama import (
     ModelConfig,
     Params,
@@ -38,12 +39,13 @@ from meshes.layouts import batch_sharding, generate_layout, shardings, train_lay
 from meshes.mesh import MeshShape, make_mesh
 
 TIE = 1e-5  # two candidates closer than this in float32: either may win
-COLUMNS = (40, 16)  # widths of the table's first two columns
+EXACT_ROWS, EXACT_PROMPT, EXACT_TOKENS = 16, 24, 32  # sampled where numbers are compared
+COLUMNS = (46, 14)  # widths of the table's first two columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Dense bf16 matrix FLOP/s and memory bytes/s of a device, from its data sheet."""
+    """Dense bf16 FLOP/s and memory bytes/s of a device, from its data sheet."""
 
     flops: float
     bytes_per_s: float
@@ -56,8 +58,22 @@ PEAKS = {  # by jax's device_kind
     "NVIDIA A100-SXM4-40GB": Peak(flops=312e12, bytes_per_s=1.555e12),
 }
 
-SMALL = ModelConfig(  # for exactness: small enough to compare with the host's CPU
+TINY = ModelConfig(
+    layers=2, embed=40, heads=8, kv_heads=4, head_dim=6, mlp=56, vocab=96, rope_theta=1e4
+)
+SMALL = ModelConfig(
     layers=4, embed=256, heads=8, kv_heads=4, head_dim=32, mlp=512, vocab=1024, rope_theta=1e4
+)
+ONE_B = ModelConfig(  # Llama 3.2 1B's sizes
+    layers=16,
+    embed=2048,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    mlp=8192,
+    vocab=128256,
+    rope_theta=5e5,
+    tied=True,
 )
 
 
@@ -65,41 +81,32 @@ SMALL = ModelConfig(  # for exactness: small enough to compare with the host's C
 class Size:
     """What is measured, in sequences and tokens."""
 
-    model: ModelConfig
+    exact: ModelConfig  # compared with the host's CPU
+    model: ModelConfig  # timed
     decode_batches: tuple[int, ...]  # rows decoded at a time
     prompt_tokens: int
     new_tokens: int  # one segment: no look at the host in between
     train_sequences: int  # of a mini-batch
     micro_sequences: int
     train_tokens: int  # of a row
-    repeats: int
+    repeats: int  # n
 
 
 SIZES = {
     "tiny": Size(
-        model=ModelConfig(
-            layers=2, embed=40, heads=8, kv_heads=4, head_dim=6, mlp=56, vocab=96, rope_theta=1e4
-        ),
+        exact=TINY,
+        model=TINY,
         decode_batches=(1, 4),
         prompt_tokens=8,
-        new_tokens=8,
+        new_tokens=64,
         train_sequences=4,
         micro_sequences=2,
         train_tokens=32,
-        repeats=2,
+        repeats=3,
     ),
     "full": Size(
-        model=ModelConfig(  # Llama 3.2 1B's shape
-            layers=16,
-            embed=2048,
-            heads=32,
-            kv_heads=8,
-            head_dim=64,
-            mlp=8192,
-            vocab=128256,
-            rope_theta=5e5,
-            tied=True,
-        ),
+        exact=SMALL,
+        model=ONE_B,
         decode_batches=(1, 16, 64),
         prompt_tokens=128,
         new_tokens=256,
@@ -112,40 +119,45 @@ SIZES = {
 
 
 class Rig:
-    """One device with a model's two layouts on it."""
+    """One device, and a model's two layouts on it."""
 
     def __init__(self, device: jax.Device, cfg: ModelConfig) -> None:
         shape = MeshShape()
-        self.cfg, self.device = cfg, device
+        self.cfg = cfg
         self.mesh = make_mesh([device], shape)
         self.train = train_layout(shape, kv_heads=cfg.kv_heads)
         self.generate = generate_layout(shape, kv_heads=cfg.kv_heads)
         self.shapes, self.axes = abstract_params(cfg, "lm")
+        self.placed = shardings(self.mesh, self.train, self.axes)
+        self.peak = PEAKS.get(device.device_kind)
 
-    def init(self, dtype: Any = jnp.float32) -> Params:
-        """Random weights, born on the device."""
-        placed = shardings(self.mesh, self.train, self.axes)
-        return init_params(self.cfg, "lm", jax.random.key(0), placed, dtype)
+    def init(self) -> Params:
+        """Random float32 weights, born on the device."""
+        return init_params(self.cfg, "lm", jax.random.key(0), self.placed)
 
     def rows(self, array: np.ndarray) -> jax.Array:
         """Rows on the device."""
         return jax.device_put(array, batch_sharding(self.mesh, self.generate))
 
     def relay(self, dtype: str) -> Relay:
-        """Training weights to generation weights in `dtype`."""
+        """From training weights to generation weights in `dtype`."""
         return Relay(self.mesh, self.train, self.generate, self.shapes, self.axes, dtype)
 
+    def decoder(self, segment: int = EXACT_TOKENS) -> Decoder:
+        """A decoder with compiled programs of its own."""
+        return Decoder(self.cfg, self.mesh, self.generate, segment=segment)
+
     def decode(
-        self, decoder: Decoder, params: Params, prompts_BP: np.ndarray, sampling: Sampling, new: int
+        self, decoder: Decoder, params: Params, ids_BP: np.ndarray, sampling: Sampling, new: int
     ) -> Generation:
         """`new` tokens for each prompt; the same programs for every `new`."""
-        B, P = prompts_BP.shape
+        B, P = ids_BP.shape
         return decoder.generate(
             params,
-            self.rows(prompts_BP),
+            self.rows(ids_BP),
             self.rows(np.full(B, P, np.int32)),
             self.rows(np.arange(B, dtype=np.int32)[:, None]),
-            jax.random.key(7),
+            jax.random.key(7, impl="threefry2x32"),
             sampling,
             max_new_B=self.rows(np.full(B, new, np.int32)),
         )
@@ -173,155 +185,166 @@ def median_s(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def share(value: float, peak: float | None) -> str:
-    """How much of the device's peak, where that is known."""
-    return "peak of this device unknown" if peak is None else f"{value / peak:.1%} of {peak:.4g}"
+def bandwidth(bytes_per_s: float, peak: Peak | None) -> str:
+    """GB/s, and the share of the device's peak where that is known."""
+    text = f"{bytes_per_s / 1e9:.0f} GB/s"
+    return text if peak is None else f"{text}, {bytes_per_s / peak.bytes_per_s:.0%} of peak"
 
 
-def sharpened(params: Params) -> Params:
-    """Weights twice as large: distributions far enough from uniform to be worth comparing."""
-    return jax.tree.map(lambda p: 2 * p, params)
+def check_numbers(device: jax.Device, cfg: ModelConfig) -> None:
+    """Device against CPU, decoding against one pass over the finished rows.
 
-
-def check_numbers(device: jax.Device) -> None:
-    """Small model: device against CPU, decoding against one pass over the finished rows."""
-    cpu = jax.devices("cpu")[0]
-    here, there = Rig(device, SMALL), Rig(cpu, SMALL)
-    params = sharpened(here.init())
-    host = jax.device_put(params, shardings(there.mesh, there.train, there.axes))
-    ids_BP = random_ids(SMALL, 16, 24)
-    sampling = Sampling(max_new_tokens=40, ignore_eos=True)
-    expected = teacher(there, host, np.concatenate([ids_BP, ids_BP], axis=1))
-    drawn = np.asarray(there.decode(_decoder(there), host, ids_BP, sampling, 40).input_ids_BT)
+    Float32 twice: with full products, and with the device's default ones (TF32 on NVIDIA).
+    """
+    here, there = Rig(device, cfg), Rig(jax.devices("cpu")[0], cfg)
+    params = jax.tree.map(lambda p: 2 * p, here.init())  # far enough from uniform to tell apart
+    on_cpu = jax.device_put(params, there.placed)
+    ids_BP = random_ids(cfg, EXACT_ROWS, EXACT_PROMPT)
+    drawn_BT = np.asarray(sampled(there, on_cpu, ids_BP).input_ids_BT)
+    logits_BTV = teacher_logits(there, on_cpu, drawn_BT)
     for precision in ("highest", "default"):
         with jax.default_matmul_precision(precision):
-            found = teacher(here, params, np.concatenate([ids_BP, ids_BP], axis=1))
-            gap = float(np.abs(found[0] - expected[0]).max())
-            row(f"logits f32 {precision}: |device - CPU|", f"{gap:.1e}", "maximum")
-            tokens = np.asarray(
-                here.decode(_decoder(here), params, ids_BP, sampling, 40).input_ids_BT
-            )
-            equal = int((tokens == drawn).all(axis=1).sum())
-            row(f"sampled f32 {precision}: rows as on CPU", f"{equal} of 16", "40 tokens a row")
-            compare_greedy(here, params, ids_BP, precision)
-            compare_log_probs(here, params, ids_BP, sampling, f"f32 {precision}")
+            gap = float(np.abs(teacher_logits(here, params, drawn_BT) - logits_BTV).max())
+            row(f"logits, f32 {precision}: device - CPU", f"{gap:.1e}", "largest difference")
+            out = sampled(here, params, ids_BP)
+            equal = int((np.asarray(out.input_ids_BT) == drawn_BT).all(axis=1).sum())
+            count, note = f"{equal} of {EXACT_ROWS}", f"{EXACT_TOKENS} tokens a row, the same key"
+            row(f"sampled, f32 {precision}: rows as on CPU", count, note)
+            compare_log_probs(here, params, out, f"f32 {precision}")
+            compare_greedy(here, params, ids_BP, f"f32 {precision}")
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    compare_log_probs(here, half, ids_BP, sampling, "bf16")
+    compare_log_probs(here, half, sampled(here, half, ids_BP), "bf16")
 
 
-def _decoder(rig: Rig) -> Decoder:
-    return Decoder(rig.cfg, rig.mesh, rig.generate)
+def sampled(rig: Rig, params: Params, ids_BP: np.ndarray, *, greedy: bool = False) -> Generation:
+    """EXACT_TOKENS tokens for each prompt."""
+    sampling = Sampling(max_new_tokens=EXACT_TOKENS, ignore_eos=True, greedy=greedy)
+    return rig.decode(rig.decoder(), params, ids_BP, sampling, EXACT_TOKENS)
 
 
-def teacher(rig: Rig, params: Params, ids_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits of one pass over whole rows, and how far the best is ahead of the next best."""
+def teacher_logits(rig: Rig, params: Params, ids_BT: np.ndarray) -> np.ndarray:
+    """Float32 logits of one pass over whole rows."""
 
-    def run(params: Params, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BTV = lm_logits(rig.cfg, params, hidden_states(rig.cfg, params, ids_BT))
-        best_BT2, _ = jax.lax.top_k(logits_BTV, 2)
-        return logits_BTV, best_BT2[..., 0] - best_BT2[..., 1]
+    def run(params: Params, ids_BT: jax.Array) -> jax.Array:
+        return lm_logits(rig.cfg, params, hidden_states(rig.cfg, params, ids_BT))
 
-    return jax.device_get(jax.jit(run)(params, rig.rows(ids_BT)))
+    return np.asarray(jax.jit(run)(params, rig.rows(ids_BT)))
 
 
 def compare_greedy(rig: Rig, params: Params, ids_BP: np.ndarray, name: str) -> None:
-    """Greedy tokens, token by token with a cache, against the best of one pass over the rows."""
-    sampling = Sampling(max_new_tokens=40, ignore_eos=True, greedy=True)
-    out = rig.decode(_decoder(rig), params, ids_BP, sampling, 40)
+    """Greedy tokens, one by one with a cache, against the best of one pass over the rows."""
+    out = sampled(rig, params, ids_BP, greedy=True)
     ids_BT, mask_BT = np.asarray(out.input_ids_BT), np.asarray(out.response_mask_BT)[:, 1:]
-    logits_BTV, lead_BT = teacher(rig, params, ids_BT)
-    wrong_BT = (logits_BTV.argmax(-1)[:, :-1] != ids_BT[:, 1:]) & mask_BT
-    ties = int((wrong_BT & (lead_BT[:, :-1] < TIE)).sum())
-    row(
-        f"greedy f32 {name}: not the teacher's",
-        f"{int(wrong_BT.sum())} of {int(mask_BT.sum())}",
-        f"{ties} of them ties within {TIE}",
-    )
+    logits_BTV = teacher_logits(rig, params, ids_BT)[:, :-1]
+    wrong_BT = (logits_BTV.argmax(-1) != ids_BT[:, 1:]) & mask_BT
+    second_BT, best_BT = np.moveaxis(np.partition(logits_BTV, -2)[..., -2:], -1, 0)
+    ties = int((wrong_BT & (best_BT - second_BT < TIE)).sum())
+    count = f"{int(wrong_BT.sum())} of {int(mask_BT.sum())}"
+    row(f"greedy, {name}: not the teacher's", count, f"{ties} of them ties within {TIE}")
 
 
-def compare_log_probs(
-    rig: Rig, params: Params, ids_BP: np.ndarray, sampling: Sampling, name: str
-) -> None:
+def compare_log_probs(rig: Rig, params: Params, out: Generation, name: str) -> None:
     """Log-probs written while sampling against those the trainer computes of the same tokens."""
-    out = rig.decode(_decoder(rig), params, ids_BP, sampling, sampling.max_new_tokens)
     dtype = str(params["final_norm"].dtype)
     scorer = Scorer(rig.cfg, rig.mesh, rig.train, compute_dtype=dtype, with_entropy=False)
     logp_BT, _ = scorer.log_probs(params, out.input_ids_BT)
     mask_BT = np.asarray(out.response_mask_BT)
     gap = np.abs(np.asarray(logp_BT) - np.asarray(out.log_probs_BT))[mask_BT]
-    row(
-        f"log-probs {name}: |rollout - train|",
-        f"{gap.max():.1e}",
-        f"maximum; mean {gap.mean():.1e} over {gap.size} tokens",
-    )
+    note = f"largest difference; mean {gap.mean():.1e} over {gap.size} tokens"
+    row(f"log-probs, {name}: rollout - training", f"{gap.max():.1e}", note)
 
 
-def check_relay(rig: Rig, params: Params, peak: Peak | None, repeats: int) -> Params:
+def check_relay(rig: Rig, params: Params, repeats: int) -> Params:
     """Nothing moves where layout and dtype agree; a cast runs at memory speed. bf16 weights."""
-    same = rig.relay("float32")
-    kept = sum(
-        a is b
-        for a, b in zip(
-            jax.tree.leaves(params), jax.tree.leaves(same.to_generate(params)), strict=True
-        )
-    )
-    count = len(jax.tree.leaves(params))
+    same, cast = rig.relay("float32"), rig.relay("bfloat16")
+    before, after = jax.tree.leaves(params), jax.tree.leaves(same.to_generate(params))
+    kept = sum(a is b for a, b in zip(before, after, strict=True))
     seconds = median_s(lambda: same.to_generate(params), repeats)
-    row(
-        "relay f32 -> f32",
-        f"{seconds * 1e3:.2f} ms",
-        f"{same.bytes_moved()} bytes move, {kept} of {count} arrays are the training ones",
-    )
-    cast = rig.relay("bfloat16")
+    note = f"{same.bytes_moved()} bytes move, {kept} of {len(before)} arrays are the training ones"
+    row("relay, f32 to f32", f"{seconds * 1e3:.2f} ms", note)
     seconds = median_s(lambda: cast.to_generate(params), repeats)
-    moved = sum(p.size * (4 + 2) for p in jax.tree.leaves(params))  # read float32, write bf16
-    rate = moved / seconds
-    note = f"{rate / 1e9:.0f} GB/s, {share(rate, peak and peak.bytes_per_s)}; n={repeats}"
-    row("relay f32 -> bf16", f"{seconds * 1e3:.2f} ms", note)
+    moved = sum(p.size * (4 + 2) for p in before)  # float32 read, bf16 written
+    note = f"{bandwidth(moved / seconds, rig.peak)}; n={repeats}"
+    row("relay, f32 to bf16", f"{seconds * 1e3:.2f} ms", note)
     return cast.to_generate(params)
 
 
-def check_decode(rig: Rig, params: Params, size: Size, peak: Peak | None) -> None:
-    """Milliseconds a decode step and the bytes it has to read a second.
+def check_decode(rig: Rig, params: Params, size: Size) -> None:
+    """Milliseconds a decode step, and the bytes a second it has to read.
 
-    A step reads every weight (an embedding that is not the head too: a few rows) and all slots of
-    both caches. Its time is that of a long answer less that of one token, by the same programs.
+    A step's time is that of a long answer less that of one token, by the same programs.
     """
-    cfg, P, R = rig.cfg, size.prompt_tokens, size.new_tokens
-    decoder = Decoder(cfg, rig.mesh, rig.generate, segment=R)
+    cfg, P, R, n = rig.cfg, size.prompt_tokens, size.new_tokens, size.repeats
+    decoder = rig.decoder(segment=R)
     sampling = Sampling(max_new_tokens=R, ignore_eos=True)
-    weights = sum(p.nbytes for p in jax.tree.leaves(params))
-    weights -= 0 if cfg.tied else params["embed"].nbytes
-    slot_bytes = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * params["embed"].dtype.itemsize
     for B in size.decode_batches:
         ids_BP = random_ids(cfg, B, P)
 
         def run(new: int, ids_BP: np.ndarray = ids_BP) -> jax.Array:
             return rig.decode(decoder, params, ids_BP, sampling, new).input_ids_BT
 
-        first_s, whole_s = (
-            median_s(lambda: run(1), size.repeats),
-            median_s(lambda: run(R), size.repeats),
-        )
+        whole_s, first_s = median_s(lambda: run(R), n), median_s(lambda: run(1), n)
         step_s = max(whole_s - first_s, 1e-9) / (R - 1)
-        read = weights + B * (P + R) * slot_bytes
-        rate = read / step_s
-        row(f"prefill, {B} x {P} tokens", f"{first_s * 1e3:.1f} ms", "with the first token")
-        row(
-            f"decode, {B} rows: a step",
-            f"{step_s * 1e3:.3f} ms",
-            f"{B / step_s:.0f} tokens/s; {read / 1e9:.2f} GB read, {rate / 1e9:.0f} GB/s, "
-            f"{share(rate, peak and peak.bytes_per_s)}; n={size.repeats}",
-        )
-    compare_log_probs(
-        rig, params, random_ids(cfg, size.decode_batches[-1], P), sampling, "bf16 here"
+        read = bytes_read(cfg, params, B, P + R)
+        row(f"prefill, {B} x {P} tokens", f"{first_s * 1e3:.1f} ms", f"and one token; n={n}")
+        note = f"{B / step_s:.0f} tokens/s; {read / 1e9:.2f} GB a step, "
+        note += f"{bandwidth(read / step_s, rig.peak)}; n={n}"
+        row(f"decode, {B} rows: a step", f"{step_s * 1e3:.3f} ms", note)
+    out = rig.decode(decoder, params, random_ids(cfg, size.decode_batches[-1], P), sampling, R)
+    compare_log_probs(rig, params, out, "timed bf16")
+
+
+def bytes_read(cfg: ModelConfig, params: Params, rows: int, slots: int) -> int:
+    """What a decode step has to read: all weights in products, and `slots` keys and values a row.
+
+    All slots of both caches count, written or not: attention masks them, but reads them.
+    """
+    weights = sum(p.nbytes for p in jax.tree.leaves(params))
+    weights -= 0 if cfg.tied else params["embed"].nbytes  # a few of its rows are looked up
+    itemsize = params["embed"].dtype.itemsize
+    return weights + rows * slots * 2 * cfg.layers * cfg.kv_heads * cfg.head_dim * itemsize
+
+
+def check_training(rig: Rig, params: Params, size: Size, remat: str) -> None:
+    """Seconds of one AdamW update in bf16 with float32 masters; `params` are taken over."""
+    cfg, B, T = rig.cfg, size.train_sequences, size.train_tokens
+    trainer = Trainer(
+        cfg,
+        "lm",
+        rig.mesh,
+        rig.train,
+        rig.axes,
+        OptimizerConfig(lr=1e-4),
+        likelihood_loss,
+        compute_dtype="bfloat16",
+        remat=remat,
     )
+    shape = (B // size.micro_sequences, size.micro_sequences, T)
+    mask_MBT = np.ones(shape, bool)
+    mask_MBT[..., 0] = False  # nothing predicts the first token
+    micros = [{"input_ids": random_ids(cfg, B, T).reshape(shape), "response_mask": mask_MBT}]
+    state = trainer.init_state(params)
+    losses: list[float] = []
+
+    def update() -> jax.Array:
+        nonlocal state
+        state, metrics = trainer.update(state, micros)
+        losses.append(finalize(metrics)["loss"])
+        return state.updates
+
+    seconds = median_s(update, size.repeats)
+    flops_per_s = training_flops_per_token(cfg, T) * B * T / seconds
+    mfu = "" if rig.peak is None else f", MFU {flops_per_s / rig.peak.flops:.1%}"
+    note = f"{B * T / seconds:.0f} tokens/s, {flops_per_s / 1e12:.1f} TFLOP/s{mfu}"
+    name = f"update, {B} x {T} tokens, remat {remat}"
+    row(name, f"{seconds * 1e3:.1f} ms", f"{note}; n={size.repeats}")
+    row("  its loss, first and last", f"{losses[0]:.3f}", f"{losses[-1]:.3f}, on the same rows")
 
 
 def training_flops_per_token(cfg: ModelConfig, T: int) -> float:
     """6 for each weight in a matrix product, and causal attention's 6 L H d T.
 
-    Attention: two products of 2 H d T forward, half of them under the diagonal, three times that
+    Attention: two products of 2 H d T forward, half of each under the diagonal; three times that
     with the backward pass. What remat and the chunked head compute again is not counted.
     """
     D, H, K, d = cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_dim
@@ -337,78 +360,33 @@ def likelihood_loss(
     return rl.aggregate(-outputs.log_probs_BT, batch["response_mask"], total), {}
 
 
-def check_training(rig: Rig, params: Params, size: Size, peak: Peak | None, remat: str) -> None:
-    """Seconds of one AdamW update in bf16 with float32 masters; `params` are taken over."""
-    cfg, B, T = rig.cfg, size.train_sequences, size.train_tokens
-    optimizer = OptimizerConfig(lr=1e-5)
-    options = {"compute_dtype": "bfloat16", "remat": remat}
-    trainer = Trainer(
-        cfg, "lm", rig.mesh, rig.train, rig.axes, optimizer, likelihood_loss, **options
-    )
-    shape = (B // size.micro_sequences, size.micro_sequences, T)
-    mask_MBT = np.ones(shape, bool)
-    mask_MBT[..., 0] = False  # nothing predicts the first token
-    micros = [{"input_ids": random_ids(cfg, B, T).reshape(shape), "response_mask": mask_MBT}]
-    state = trainer.init_state(params)
-    losses: list[float] = []
-
-    def update() -> Any:
-        nonlocal state
-        state, metrics = trainer.update(state, micros)
-        losses.append(float(metrics["loss"].sum))
-        return state.updates
-
-    seconds = median_s(update, size.repeats)
-    flops = training_flops_per_token(cfg, T) * B * T
-    row(
-        f"update, {B} x {T} tokens, remat {remat}",
-        f"{seconds * 1e3:.1f} ms",
-        f"{B * T / seconds:.0f} tokens/s, {flops / seconds / 1e12:.1f} TFLOP/s, MFU "
-        f"{share(flops / seconds, peak and peak.flops)}; n={size.repeats}",
-    )
-    row("  loss, first and last update", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")
-
-
-def peak_memory(device: jax.Device, name: str) -> None:
-    """The most bytes in use so far, where the device counts them."""
-    stats = device.memory_stats() or {}
-    if "peak_bytes_in_use" in stats:
-        row(
-            f"  memory so far, after {name}",
-            f"{stats['peak_bytes_in_use'] / 2**30:.1f} GiB",
-            "peak",
-        )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table; the sections' seconds stand after them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    """Prints the table as it is measured."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check")
     parser.add_argument("--size", choices=sorted(SIZES), default="full")
     size = SIZES[parser.parse_args(arguments).size]
-    device = jax.devices()[0]
-    peak = PEAKS.get(device.device_kind)
-    versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
-    row("device", device.device_kind, ", ".join(f"{k} {v}" for k, v in versions.items()))
+    device, start_s = jax.devices()[0], time.perf_counter()
     rig = Rig(device, size.model)
+    versions = f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}"
+    row("device", str(len(jax.devices())), f"x {device.device_kind}, one used; {versions}")
     count = sum(p.size for p in jax.tree.leaves(rig.shapes))
-    row("model", f"{count / 1e6:.1f} M", "parameters of the timed model, random")
+    row("parameters of the timed model", f"{count / 1e6:.2f} M", "random")
 
-    start_s = time.perf_counter()
-
-    def done(name: str) -> None:
+    def done(section: str) -> None:
         gc.collect()
-        peak_memory(device, name)
-        row(f"  {name} took", f"{time.perf_counter() - start_s:.0f} s", "since the start")
+        used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        memory = "" if used is None else f"; at most {used / 2**30:.1f} GiB in use so far"
+        row(f"  end of {section}", f"{time.perf_counter() - start_s:.0f} s", f"since start{memory}")
 
-    check_numbers(device)
+    check_numbers(device, size.exact)
     done("numbers")
     params = rig.init()
-    half = check_relay(rig, params, peak, size.repeats)
+    half = check_relay(rig, params, size.repeats)
     done("relay")
-    check_decode(rig, half, size, peak)
+    check_decode(rig, half, size)
     del half
     done("decode")
-    check_training(rig, params, size, peak, "dots")
+    check_training(rig, params, size, "dots")
     done("training")
     return 0
 
