@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs on tiny checkpoints: what users of other stacks saw go wrong must go right here."""
+
+import dataclasses
+import json
+import logging
+import types
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from algorithms import grpo, ppo, sft
+from hfjax import cli
+from hfjax.algorithm import config_class
+from hfjax.batch import Batch
+from hfjax.config import from_dict, read_toml
+from hfjax.metrics import Max
+from hfjax.run import Run, train
+from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement
+from tests.fixtures import path_table, write_lut, write_tiny_hf
+
+EOS = 2
+
+
+def word_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
+    """1 for a response with any word in it, 0 for the bare end token."""
+    return [float(bool(response)) for response in responses]
+
+
+def placed(path: Path, shape: MeshShape, *roles: str) -> str:
+    """A placement file with every role on one mesh."""
+    table = {role: RolePlacement(role, "all", train=shape) for role in roles}
+    path.write_text(Placement({"all": Pool("all", shape.devices)}, table).to_toml())
+    return str(path)
+
+
+def prompts_file(path: Path, prompts: list[Any]) -> str:
+    """A JSONL file of prompts, texts or ids."""
+    lines = [json.dumps({"prompt": prompt, "ground_truth": ""}) for prompt in prompts]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def configured(program: Any, folder: Path, model: Path, prompts: list[Any], **settings: Any) -> Any:
+    """Settings of a small local run on one device, all of them overridable by section."""
+    placement = folder / "placement.toml"
+    roles = ("actor", "critic", "reference") if program is ppo else ("actor", "reference")
+    if not placement.exists():
+        placed(placement, MeshShape(), *roles)
+    table: dict[str, Any] = {
+        "model": str(model),
+        "runtime": "local",
+        "placement": str(placement),
+        "out": str(folder / "run"),
+        "steps": 1,
+        "tensorboard": False,
+        "data": {
+            "train": prompts_file(folder / "train.jsonl", prompts),
+            "prompts_per_step": len(prompts),
+            "max_prompt_tokens": 64,
+        },
+        "rollout": {"max_new_tokens": 8},
+        "reward": {"function": f"{__file__}:word_reward", "workers": 1},
+        "actor": {"optimizer": {"lr": 0.0}},
+    }
+    for name, value in settings.items():
+        known = table.get(name)
+        table[name] = known | value if isinstance(known, dict) else value
+    return from_dict(config_class(program), table, where="test")
+
+
+def watched(algorithm: types.ModuleType) -> tuple[Any, list[dict[str, Any]]]:
+    """The algorithm, and the list that its steps' batches will be appended to."""
+    batches: list[dict[str, Any]] = []
+    module = types.ModuleType(algorithm.__name__)
+    vars(module).update(vars(algorithm))
+
+    def step(models: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        batch, metrics = algorithm.step(models, prompts, cfg)
+        batches.append(batch.resolved())
+        return batch, metrics
+
+    def roles(cfg: Any) -> dict[str, Any]:
+        table = algorithm.roles(cfg)
+        table["actor"] = partial(table["actor"], loss=with_gap(table["actor"].keywords["loss"]))
+        return table
+
+    vars(module).update(step=step, roles=roles)
+    return module, batches
+
+
+def with_gap(loss: Any) -> Any:
+    """The loss with a metric more: the largest |ratio - 1| of any token in any mini-batch."""
+
+    def measured(outputs: Any, batch: Any, total: Any) -> Any:
+        value, metrics = loss(outputs, batch, total)
+        ratio_BT = jnp.exp(outputs.log_probs_BT - batch["old_log_probs"])
+        gap_BT = jnp.where(batch["response_mask"], jnp.abs(ratio_BT - 1), 0)
+        return value, metrics | {"ratio_gap": Max(gap_BT.max())}
+
+    return measured
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """What a run's metrics.jsonl holds."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "micro", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_the_ratio_is_one_before_any_update(
+    tmp_path: Path, micro: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dropout in the configuration is not applied: scoring and training see the same policy."""
+    model = write_tiny_hf(tmp_path / "model", attention_dropout=0.1)
+    config = configured(
+        ppo,
+        tmp_path,
+        model,
+        [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12], [13]],
+        rollout={"n": 4},
+        actor={"epochs": 2, "minibatch_sequences": 4, "micro_sequences": micro},
+    )
+    (record,) = records(train(watched(ppo)[0], config))
+    assert "dropout is not applied" in caplog.text
+    assert record["actor/ratio_gap"] <= 1e-5
+    assert abs(record["actor/ppo_kl_k3"]) <= 1e-9
+    assert record["actor/pg_clipfrac"] == 0
+
+
+@pytest.mark.slow
+def test_the_ratio_is_one_in_bfloat16_for_one_shape_of_pass(tmp_path: Path) -> None:
+    """Log-softmax is in float32; the gap to the sampler is a metric of its own."""
+    config = configured(
+        ppo,
+        tmp_path,
+        write_tiny_hf(tmp_path / "model"),
+        [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12], [13]],
+        actor={"epochs": 2, "compute_dtype": "bfloat16"},
+    )
+    (record,) = records(train(watched(ppo)[0], config))
+    assert record["actor/ratio_gap"] <= 1e-6
+    assert 0 <= record["training/rollout_probs_diff_max"] < 0.05
+
+
+def p_of_end(batch: dict[str, Any]) -> float:
+    """The probability of the end token where the only other choice is one other token."""
+    p = float(np.exp(batch["old_log_probs"][0, 1]))
+    return p if batch["input_ids"][0, 1] == EOS else 1 - p
+
+
+def test_a_bare_end_token_is_trained_away(tmp_path: Path) -> None:
+    """3 is followed by the end token or by 4, evenly; the reward prefers 4."""
+    table = path_table(4, EOS)
+    table[3, [EOS, 4]] = 30.0
+    algorithm, batches = watched(grpo)
+    config = configured(
+        grpo,
+        tmp_path,
+        write_lut(tmp_path / "model", table),
+        [[3], [3]],
+        steps=2,
+        rollout={"n": 8},
+        actor={"optimizer": {"lr": 1e-3}},
+    )
+    first, second = records(train(algorithm, config))
+    bare = batches[0]["length"] == 2
+    assert 0 < bare.sum() < len(bare)
+    assert [r for r, b in zip(batches[0]["response"], bare, strict=True) if b] == [""] * bare.sum()
+    assert (batches[0]["response_mask"][bare].sum(axis=1) == 1).all()
+    assert all(np.isfinite(first[f"actor/{name}"]) for name in ("pg_loss", "grad_norm"))
+    np.testing.assert_allclose(first["response_length/min"], 1)
+    p_end = [p_of_end(batch) for batch in batches]
+    np.testing.assert_allclose(p_end[0], 0.5, atol=1e-5)
+    assert p_end[1] < 0.49
+    assert np.isfinite(second["actor/grad_norm"])
+
+
+def test_each_stop_id_of_the_generation_config_and_the_tokenizers_ends_a_response(
+    tmp_path: Path,
+) -> None:
+    """generation_config says [9], the tokenizer's end token is 1: both end a response."""
+    table = path_table(3, 4, 1) + path_table(5, 6, 9)
+    model = write_lut(tmp_path / "model", table, eos=1)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    algorithm, batches = watched(grpo)
+    (record,) = records(
+        train(algorithm, configured(grpo, tmp_path, model, [[3], [5]], rollout={"n": 2}))
+    )
+    (batch,) = batches
+    assert batch["length"].tolist() == [3] * 4
+    ends = {tuple(row[:3].tolist()) for row in batch["input_ids"]}
+    assert ends == {(3, 4, 1), (5, 6, 9)}
+    assert batch["response_mask"].sum(axis=1).tolist() == [2] * 4
+    assert not batch["truncated"].any()
+    assert record["response_length/clip_ratio"] == 0
+
+
+def test_temperature_is_in_the_stored_and_in_the_recomputed_log_probs(tmp_path: Path) -> None:
+    """Logits 2, 1, 0 at temperature 0.5 are 4, 2, 0."""
+    table = np.full((16, 16), -30, np.float32)
+    table[3, [4, 5, 6]] = 2, 1, 0
+    algorithm, batches = watched(grpo)
+    config = configured(
+        grpo,
+        tmp_path,
+        write_lut(tmp_path / "model", table),
+        [[3]] * 20,
+        rollout={"n": 100, "temperature": 0.5, "max_new_tokens": 1},
+    )
+    (record,) = records(train(algorithm, config))
+    (batch,) = batches
+    token, expected = batch["input_ids"][:, 1], np.array([-0.14293, -2.14293, -4.14293])
+    assert set(token) == {4, 5, 6}
+    for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob"):
+        np.testing.assert_allclose(batch[name][:, 1], expected[token - 4], atol=2e-5)
+    share = np.bincount(token, minlength=7)[4:] / 2000
+    np.testing.assert_allclose(share, [0.867, 0.117, 0.016], atol=0.03)
+    assert record["actor/ratio_gap"] <= 1e-5
+
+
+@pytest.mark.slow
+def test_replicas_draw_different_samples_and_any_number_of_them_the_same_set(
+    tmp_path: Path,
+) -> None:
+    """A prompt listed twice, n=2, flat logits over 1000 words: a repeat has chance 1e-23."""
+    model = write_lut(tmp_path / "model", np.zeros((1000, 1000), np.float32))
+
+    def drawn(replicas: int, seed: int = 0) -> list[set[tuple[int, ...]]]:
+        folder = tmp_path / f"{replicas}-{seed}"
+        folder.mkdir()
+        placed(folder / "placement.toml", MeshShape(data=replicas), "actor")
+        algorithm, batches = watched(grpo)
+        config = configured(
+            grpo,
+            folder,
+            model,
+            [[3], [3]],
+            steps=2,
+            seed=seed,
+            rollout={"n": 2, "ignore_eos": True},
+            algorithm={"kl": {"where": "none"}},
+        )
+        train(algorithm, config)
+        return [{tuple(row[1:9].tolist()) for row in batch["input_ids"]} for batch in batches]
+
+    first, second = drawn(1)
+    assert len(first) == len(second) == 4
+    assert not first & second
+    assert drawn(2) == drawn(4) == [first, second]
+    assert not drawn(1, seed=1)[0] & first
+
+
+def test_fewer_rows_than_a_step_takes_are_refused(tmp_path: Path) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    config = configured(grpo, tmp_path, model, [[3]] * 3, data={"prompts_per_step": 8})
+    with pytest.raises(ValueError, match=r"prompts_per_step=8 .* 3 usable rows .* at most 3"):
+        train(grpo, config)
+
+
+def test_a_last_partial_batch_is_announced_and_evaluation_drops_no_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, 4, EOS) + path_table(5, EOS))
+    held_out = prompts_file(tmp_path / "eval.jsonl", [[3]] * 5 + [[5]] * 2)
+    config = configured(
+        grpo,
+        tmp_path,
+        model,
+        [[3]] * 10,
+        steps=0,
+        epochs=2,
+        data={"prompts_per_step": 4, "eval": held_out},
+        rollout={"n": 2},
+    )
+    with caplog.at_level(logging.WARNING):
+        found = records(train(grpo, config))
+    assert "2 steps per epoch; 2 rows dropped" in caplog.text
+    assert [record["training/global_step"] for record in found] == [0, 1, 2, 3, 4]
+    np.testing.assert_allclose(found[-1]["val-core/all/reward/mean@1"], 5 / 7)
+
+
+@pytest.mark.slow
+def test_after_the_first_step_of_a_shape_nothing_compiles(tmp_path: Path) -> None:
+    """Prompts of 3 to 60 tokens, responses of 1 to 32, evaluation in between."""
+    rng = np.random.default_rng(0)
+    lengths = [*range(3, 61, 6)] * 4
+    prompts = [rng.integers(3, 96, length).tolist() for length in lengths]
+    algorithm, batches = watched(ppo)
+    config = configured(
+        ppo,
+        tmp_path,
+        write_tiny_hf(tmp_path / "model", eos=list(range(5))),
+        prompts,
+        steps=10,
+        eval_every=3,
+        data={
+            "prompts_per_step": 4,
+            "eval": prompts_file(tmp_path / "eval.jsonl", prompts[:6]),
+            "shuffle": False,
+        },
+        rollout={"n": 2, "max_new_tokens": 32},
+        actor={"optimizer": {"lr": 1e-4}},
+    )
+    found = {r["training/global_step"]: r for r in records(train(algorithm, config))}
+    widths = [
+        (batch["prompt_ids"].shape[1], batch["input_ids"].shape[1], -(-batch["length"].max() // 32))
+        for batch in batches
+    ]
+    again = [step for step in range(1, 11) if widths[step - 1] in widths[: step - 1]]
+    assert len(again) >= 5
+    assert {step: found[step]["perf/compiles"] for step in again} == dict.fromkeys(again, 0)
+    assert found[1]["perf/compiles"] > 0
+
+
+def tuning(folder: Path, **settings: Any) -> Any:
+    """Settings of a fine-tuning run on two demonstrations."""
+    rows = [{"prompt": "t3", "response": "t4 t5"}, {"prompt": "t6", "response": "t7"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = {
+        "model": str(write_tiny_hf(folder / "model")),
+        "runtime": "local",
+        "placement": placed(folder / "placement.toml", MeshShape(), "actor"),
+        "out": str(folder / "run"),
+        "tensorboard": False,
+        "data": {"train": str(folder / "train.jsonl"), "prompts_per_step": 2, "max_tokens": 64},
+        "actor": {"optimizer": {"lr": 1e-2}},
+    }
+    return from_dict(config_class(sft), table | settings, where="test")
+
+
+def test_fine_tuning_learns_the_demonstrations(tmp_path: Path) -> None:
+    found = records(train(sft, tuning(tmp_path, steps=15)))
+    assert found[-1]["actor/nll"] < 0.2 < found[0]["actor/nll"]
+
+
+def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path) -> None:
+    config = tuning(tmp_path, steps=1)
+    out = train(sft, config)
+    saved = from_dict(config_class(sft), read_toml(out / "settings.toml"), where="settings.toml")
+    assert dataclasses.asdict(saved) == dataclasses.asdict(config)
+    with pytest.raises(ValueError, match="holds a run; add --resume or choose another directory"):
+        Run(sft, config)
+
+
+REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
+    "top level": ("ppo", "learning_rate = 1e-4", "", ["learning_rate", "actor.optimizer.lr"]),
+    "misspelt": ("ppo", "[algorithm]\nclip_ration = 0.1", "", ["clip_ration", "algorithm.clip_"]),
+    "hyphen": ("ppo", "[actor]\nmicro-sequences = 2", "", ["actor", "micro_sequences"]),
+    "text": ("ppo", "[actor.optimizer]\nlr = 'fast'", "", ["optimizer", "lr", "fast", "float"]),
+    "broken": ("ppo", "[actor]\nx = = 1", "", ["line 2, column 5"]),
+    "contradiction": (
+        *("ppo", "[actor]\nmicro_tokens = 4\nmicro_sequences = 4", ""),
+        ["actor", "micro_sequences", "micro_tokens", "one of the two"],
+    ),
+    "choice": ("ppo", "[actor]\nremat = 'some'", "", ["remat", "some", "none, layer, dots"]),
+    "other section": ("grpo", "[critic]\nepochs = 1", "", ["[critic]", "grpo", "actor"]),
+    "not a table": ("ppo", "actor = 3", "", ["actor", "table"]),
+    "no file": ("ppo", None, "--config nowhere.toml", ["nowhere.toml", "no such file"]),
+    "option": ("ppo", None, "--learning-rate 1", ["learning_rate", "actor.optimizer.lr"]),
+    "option of a section": ("ppo", None, "--actor.lr 1", ["lr", "[actor]", "actor.optimizer.lr"]),
+    "option's value": ("ppo", None, "--actor.optimizer.lr fast", ["actor.optimizer.lr", "fast"]),
+    "option's choice": ("ppo", None, "--actor.remat some", ["actor.remat", "some", "layer"]),
+    "additive form": ("ppo", None, "+actor.optimizer.lr=1", ["+actor.optimizer.lr", "--"]),
+    "value of a switch": ("ppo", None, "--resume true --out x", ["true", "switch"]),
+    "unused section": ("grpo", None, "--critic.epochs 2", ["[critic]", "grpo", "rollout"]),
+    "algorithm": ("pp0", None, "", ["pp0", "ppo", "grpo", "sft"]),
+    "model": ("ppo", None, "--model nowhere", ["model", "nowhere", "embedded"]),
+    "placement": ("ppo", None, "--placement nowhere", ["placement", "nowhere", "colocate"]),
+    "mini-batch": (
+        *("ppo", None, "--actor.minibatch-sequences 3"),
+        ["minibatch_sequences=3", "4 rows", "[1, 2, 4]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_meant_is_refused_by_name(
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit status 2 before a model is built; the message names key, section and a legal choice."""
+    algorithm, toml, arguments, named = REFUSALS[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: pytest.fail("processes were started"))
+    base = [
+        *("--model", str(write_lut(tmp_path / "model", path_table(3, EOS)))),
+        *("--data", prompts_file(tmp_path / "train.jsonl", [[3]] * 4)),
+        *("--reward.function", f"{__file__}:word_reward", "--runtime", "local"),
+        *("--data.prompts-per-step", "4", "--data.max-prompt-tokens", "64"),
+    ]
+    if toml is not None:
+        Path("given.toml").write_text(toml)
+        base += ["--config", "given.toml"]
+    try:
+        status = cli.main(["train", algorithm, *base, *arguments.split()])
+    except SystemExit as error:
+        status = error.code
+    message = capsys.readouterr().err
+    assert status == 2
+    assert [name for name in named if name not in message] == []
