@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was stopped goes on as if it had not been: killed, interrupted, or moved."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from algorithms import ppo
+from hfjax.algorithm import config_class
+from hfjax.arithmetic import write_task_model_config
+from hfjax.config import from_dict, to_toml
+from hfjax.metrics import STEP, is_timing
+from hfjax.run import train
+from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement
+
+STEPS = 8
+SAVE_EVERY = 3
+DEADLINE_S = 300
+ROLES = ("actor", "critic", "reference")
+
+
+def placed(path: Path, shape: MeshShape, processes: int = 1) -> str:
+    """A placement file with PPO's roles on one mesh."""
+    roles = {role: RolePlacement(role, "all", train=shape) for role in ROLES}
+    path.write_text(Placement({"all": Pool("all", shape.devices, processes)}, roles).to_toml())
+    return str(path)
+
+
+def configured(folder: Path, **settings: Any) -> Any:
+    """Eight steps of PPO with a critic on sums, from new weights, a checkpoint every three."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "model").exists():
+        write_task_model_config(folder / "model")
+    optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 4, "schedule": "linear"}}
+    table: dict[str, Any] = {
+        "model": str(folder / "model"),
+        "init": "random",
+        "runtime": "local",
+        "placement": placed(folder / "one.toml", MeshShape()),
+        "out": str(folder / "run"),
+        "steps": STEPS,
+        "save_every": SAVE_EVERY,
+        "tensorboard": False,
+        "data": {"train": "sums", "prompts_per_step": 8, "max_prompt_tokens": 8},
+        "rollout": {"n": 2, "max_new_tokens": 4},
+        "reward": {"function": "hfjax.arithmetic:sum_reward", "workers": 1},
+        "actor": {**optimizer, "minibatch_sequences": 8},
+        "critic": optimizer,
+    }
+    return from_dict(config_class(ppo), table | settings, where="test")
+
+
+def started(config: Any) -> subprocess.Popen[str]:
+    """`hfjax train ppo` with these settings, in a process group of its own and this environment."""
+    file = Path(config.out).with_name("given.toml")
+    file.write_text(to_toml(config))
+    return subprocess.Popen(
+        [sys.executable, "-m", "hfjax.cli", "train", "ppo", "--config", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(process: subprocess.Popen[str], out: str, step: int) -> None:
+    """Until the record of `step` is in metrics.jsonl."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while not any(record[STEP] == step for record in records(Path(out))):
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        assert time.monotonic() < ends_s
+        time.sleep(0.02)
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as it stands, without a half-written last line."""
+    path = out / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def untimed(out: Path) -> list[dict[str, Any]]:
+    """Its records without what measures the machine."""
+    return [{k: v for k, v in record.items() if not is_timing(k)} for record in records(out)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nobody stopped."""
+    return train(ppo, configured(tmp_path_factory.mktemp("whole")))
+
+
+def test_a_run_killed_in_step_7_and_resumed_equals_one_never_stopped(
+    tmp_path: Path, whole: Path
+) -> None:
+    """Bit for bit, in every metric that does not measure time; each step stands once."""
+    config = configured(tmp_path)
+    process = started(config)
+    wait_for_step(process, config.out, 6)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert records(Path(config.out))[-1][STEP] == 6, "killed too late to test anything"
+    out = train(ppo, dataclasses.replace(config, resume=True))
+    assert [record[STEP] for record in records(out)] == list(range(1, STEPS + 1))
+    assert untimed(out) == untimed(whole)
+    samples = [(each / "samples.jsonl").read_text() for each in (out, whole)]
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path, whole: Path) -> None:
+    config = configured(tmp_path)
+    process = started(config)
+    wait_for_step(process, config.out, 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert untimed(train(ppo, dataclasses.replace(config, resume=True))) == untimed(whole)
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_placement_equals_it_to_rounding(
+    tmp_path: Path, whole: Path
+) -> None:
+    """Sharded Adam moments and master weights come from the checkpoint of one device."""
+    config = configured(tmp_path, steps=SAVE_EVERY)
+    train(ppo, config)
+    elsewhere = placed(tmp_path / "eight.toml", MeshShape(data=2, fsdp=2, tensor=2))
+    again = dataclasses.replace(config, steps=STEPS, placement=elsewhere, resume=True)
+    found, expected = untimed(train(ppo, again)), untimed(whole)
+    assert [record[STEP] for record in found] == list(range(1, STEPS + 1))
+    after = zip(found[SAVE_EVERY:], expected[SAVE_EVERY:], strict=True)
+    first, known = next(after)
+    assert first.keys() == known.keys()
+    for name in ("critic/score/mean", "response_length/mean", "training/epoch"):
+        assert first[name] == known[name]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/vf_loss"):
+        np.testing.assert_allclose(first[name], known[name], rtol=1e-3, atol=1e-5)
+
+
+def test_resume_needs_a_run_and_a_run_needs_a_free_directory(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    with pytest.raises(ValueError, match="holds no run to resume; leave --resume out"):
+        train(ppo, dataclasses.replace(config, resume=True))
+    out = Path(config.out)
+    out.mkdir(exist_ok=True)
+    (out / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds a run; add --resume or choose another directory"):
+        train(ppo, config)
+    with pytest.raises(ValueError, match=r"out=''.*set with --resume"):
+        configured(tmp_path, out="", resume=True)
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
+    tmp_path: Path, whole: Path
+) -> None:
+    """Exit status 130; what follows the resumption is what would have followed the step."""
+    config = configured(tmp_path, save_every=0)
+    process = started(config)
+    wait_for_step(process, config.out, 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, errors[-3000:]
+    assert "Traceback" not in errors
+    done = records(Path(config.out))[-1][STEP]
+    saved = sorted(path.name for path in (Path(config.out) / "checkpoints").iterdir())
+    assert saved == [f"step_{done:08d}"]
+    assert done < STEPS
+    assert untimed(train(ppo, dataclasses.replace(config, resume=True))) == untimed(whole)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """The step is not finished; nothing of it is in the records."""
+    config = configured(tmp_path, steps=10_000, data=DATA_OF_LONG_STEPS)
+    process = started(config)
+    wait_for_step(process, config.out, 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    start_s = time.monotonic()
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, errors[-3000:]
+    assert time.monotonic() - start_s < 30
+    assert "Traceback" not in errors
+
+
+DATA_OF_LONG_STEPS = {"train": "sums", "prompts_per_step": 1024, "max_prompt_tokens": 8}
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_ray_run_killed_in_step_7_and_resumed_equals_one_never_stopped(tmp_path: Path) -> None:
+    """Two processes of two devices write and read one checkpoint."""
+    shape = MeshShape(data=2, tensor=2)
+
+    def run(folder: Path) -> Any:
+        folder.mkdir()
+        placement = placed(folder / "two.toml", shape, processes=2)
+        return configured(folder, runtime="ray", placement=placement)
+
+    config = run(tmp_path / "killed")
+    process = started(config)
+    wait_for_step(process, config.out, 6)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    finished(dataclasses.replace(config, resume=True))
+    whole = run(tmp_path / "whole")
+    finished(whole)
+    assert untimed(Path(config.out)) == untimed(Path(whole.out))
+
+
+def finished(config: Any) -> None:
+    """Runs to the end in another process."""
+    process = started(config)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors[-3000:]
