@@ -41,7 +41,7 @@ def configured(folder: Path, **settings: Any) -> Any:
     folder.mkdir(exist_ok=True)
     if not (folder / "model").exists():
         write_task_model_config(folder / "model")
-    optimizer = {"optimizer": {"lr": 1e-3, "warmup_steps": 4, "schedule": "linear"}}
+    decay = {"lr": 1e-3, "warmup_steps": 4, "schedule": "linear"}
     table: dict[str, Any] = {
         "model": str(folder / "model"),
         "init": "random",
@@ -54,8 +54,8 @@ def configured(folder: Path, **settings: Any) -> Any:
         "data": {"train": "sums", "prompts_per_step": 8, "max_prompt_tokens": 8},
         "rollout": {"n": 2, "max_new_tokens": 4},
         "reward": {"function": "hfjax.arithmetic:sum_reward", "workers": 1},
-        "actor": {**optimizer, "minibatch_sequences": 8},
-        "critic": optimizer,
+        "actor": {"optimizer": decay | {"total_steps": 2 * STEPS}, "minibatch_sequences": 8},
+        "critic": {"optimizer": decay | {"total_steps": STEPS}},
     }
     return from_dict(config_class(ppo), table | settings, where="test")
 
@@ -160,6 +160,7 @@ def test_resume_needs_a_run_and_a_run_needs_a_free_directory(tmp_path: Path) -> 
         configured(tmp_path, out="", resume=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
     tmp_path: Path, whole: Path
 ) -> None:
@@ -167,7 +168,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
     config = configured(tmp_path, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: reward workers get it too
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, errors[-3000:]
     assert "Traceback" not in errors
@@ -178,23 +179,29 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
     assert untimed(train(ppo, dataclasses.replace(config, resume=True))) == untimed(whole)
 
 
+def slow_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
+    """Holds each step up for five seconds."""
+    time.sleep(5)
+    return [0.0] * len(responses)
+
+
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    """The step is not finished; nothing of it is in the records."""
-    config = configured(tmp_path, steps=10_000, data=DATA_OF_LONG_STEPS)
+    """The step is not finished: nothing of it is in the records, and no checkpoint is written."""
+    reward = {"function": f"{__file__}:slow_reward", "workers": 1}
+    config = configured(tmp_path, reward=reward, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
     start_s = time.monotonic()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, errors[-3000:]
-    assert time.monotonic() - start_s < 30
+    assert time.monotonic() - start_s < 3
     assert "Traceback" not in errors
-
-
-DATA_OF_LONG_STEPS = {"train": "sums", "prompts_per_step": 1024, "max_prompt_tokens": 8}
+    assert records(Path(config.out))[-1][STEP] == 1
+    assert not list((Path(config.out) / "checkpoints").iterdir())
 
 
 @pytest.mark.ray
