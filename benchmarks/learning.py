@@ -30,7 +30,8 @@ DEADLINE_S = 1800
 def run(algorithm: str, seed: int, reward: str, out: Path, runtime: str) -> dict[str, float]:
     """Accuracy at the start and at the end, and the seconds from the first step to the last."""
     command = [sys.executable, "-m", "hfjax.cli", "train", algorithm, "--seed", str(seed)]
-    command += ["--reward.function", REWARDS[reward], "--runtime", runtime, "--out", str(out)]
+    command += ["--reward.function", REWARDS[reward], "--reward.eval-function", REWARDS["sums"]]
+    command += ["--runtime", runtime, "--out", str(out)]
     begin_s = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
     wall_s = time.perf_counter() - begin_s

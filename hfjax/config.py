@@ -67,6 +67,7 @@ class RewardConfig:
 
     function: str = ""  # 'module:function' or 'file.py:function'
     model: str = ""  # a Hugging Face directory with a score head
+    eval_function: str = ""  # scores the evaluation instead of `function`
     workers: int = 2  # processes that run the function
     deadline_s: float = 30.0  # seconds one response may take
     on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training

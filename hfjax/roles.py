@@ -321,8 +321,8 @@ class Reward(ModelRole):
     head: Head = "score"
 
     @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("score",))
-    def compute_reward(self, shard: Shard) -> Answer:
-        """score (B,) of prompt and response together."""
+    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
+        """score (B,) of prompt and response together, in training and evaluation alike."""
         names = ("input_ids", "length")
         (score,) = self.forward(shard, names, self.scorer.scores)
         return Answer({"score": score}, shard.rows)
@@ -335,12 +335,15 @@ class FunctionReward:
 
     def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
         self.tokenizer = load_tokenizer(model)
-        self.pool = RewardPool(
-            reward.function,
+        make_pool = partial(
+            RewardPool,
             workers=reward.workers,
             deadline_s=reward.deadline_s,
             on_error=reward.on_error,
         )
+        self.pool = self.eval_pool = make_pool(reward.function)
+        if reward.eval_function:
+            self.eval_pool = make_pool(reward.eval_function)
 
     @method(
         ONE_TO_ALL,
@@ -354,12 +357,13 @@ class FunctionReward:
         ),
         writes=("score", "response", "response_mask"),
     )
-    def compute_reward(self, shard: Shard) -> Answer:
+    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
         """score (B,) and the response texts; rows that failed are masked out."""
         c = shard.columns
         rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
         response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
-        score, failed = self.pool.score(c["prompt"], response, c["ground_truth"])
+        pool = self.eval_pool if evaluates else self.pool
+        score, failed = pool.score(c["prompt"], response, c["ground_truth"])
         columns = {
             "score": score,
             "response": response,
@@ -370,6 +374,7 @@ class FunctionReward:
     def close(self) -> None:
         """Ends the worker processes."""
         self.pool.close()
+        self.eval_pool.close()
 
 
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:

@@ -197,7 +197,7 @@ class Run:
             nll = -batch["old_log_probs"][:count][mask].astype(np.float64)
             return {"nll": [(float(nll.sum()), float(nll.size))]}
         batch |= self.models.actor.generate_sequences(batch, greedy=True)
-        batch |= self.models.reward.compute_reward(batch)
+        batch |= self.models.reward.compute_reward(batch, evaluates=True)
         found: dict[str, list[tuple[float, float]]] = {}
         sources = batch["data_source"] if "data_source" in batch else [""] * count
         for source, score in list(zip(sources, batch["score"], strict=True))[:count]:

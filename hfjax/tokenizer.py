@@ -35,7 +35,9 @@ class _GenerationTag(Extension):
 class Tokenizer:
     """Text to ids and back, by one Hugging Face tokenizer and its settings."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], source: str) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], source: str
+    ) -> None:
         backend.no_truncation()  # a tokenizer.json may carry both, and would cut in silence
         backend.no_padding()
         self._backend = backend
