@@ -233,13 +233,21 @@ class Actor(TrainedRole):
         THREE_D_ALL_MICRO_DP,
         reads=("prompt_ids", "prompt_length", "row_id"),
         optional=("max_new_tokens",),
-        writes=("input_ids", "length", "response_mask", "rollout_log_probs", "truncated"),
+        writes=(
+            "input_ids",
+            "length",
+            "response_mask",
+            "rollout_log_probs",
+            "rollout_truncated_log_probs",
+            "truncated",
+        ),
     )
     def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
         """A response a row; the n adjacent rows of a prompt share its prefill.
 
         A sampled token depends on (seed, step, row_id, position) and the weights alone. Weights
-        are re-laid first if they changed.
+        are re-laid first if they changed. rollout_log_probs are those of logits / temperature over
+        the whole vocabulary, rollout_truncated_log_probs those over what the filters left.
         """
         relay_s = self.relay_weights()
         n, place = shard.group, self.generation.placer(shard)
@@ -255,11 +263,13 @@ class Actor(TrainedRole):
             sampling,
             max_new_B=place(limit.reshape(-1, n), n),
         )
+        filtered_BT = out.truncated_log_probs_BT
         arrays = {
             "input_ids": out.input_ids_BT,
             "length": out.length_B,
             "response_mask": out.response_mask_BT,
             "rollout_log_probs": out.log_probs_BT,
+            "rollout_truncated_log_probs": out.log_probs_BT if filtered_BT is None else filtered_BT,
             "truncated": out.truncated_B,
         }
         columns = self.generation.collect(shard, arrays)
