@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step functions read like the paper's figure, and their host arithmetic is right."""
+
+import ast
+import inspect
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from algorithms import grpo, ppo, sft
+from hfjax.batch import Batch
+from hfjax.config import KLConfig
+
+
+@pytest.mark.parametrize("algorithm", [ppo, grpo, sft])
+def test_a_step_has_at_most_twelve_lines(algorithm: ModuleType) -> None:
+    tree = ast.parse(inspect.getsource(algorithm.step)).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    assert tree.end_lineno is not None
+    assert tree.end_lineno - tree.body[0].lineno <= 12
+
+
+def _batch() -> Batch:
+    mask_BT = np.array([[0, 1, 1, 0], [0, 1, 1, 1]], bool)
+    return Batch(
+        score=np.array([1.0, 3.0], np.float32),
+        response_mask=mask_BT,
+        values=np.where(mask_BT, np.float32(0.5), np.float32(np.nan)),
+        old_log_probs=np.where(mask_BT, np.float32(-1), np.float32(0)),
+        ref_log_prob=np.where(mask_BT, np.float32(-1.5), np.float32(0)),
+        uid=np.array([0, 0]),
+    )
+
+
+def test_kl_is_taken_from_the_reward_and_the_score_lands_on_the_last_token() -> None:
+    cfg = ppo.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
+    columns = ppo.compute_advantage(_batch(), cfg)
+    # k1 = -1 - -1.5 = 0.5 a token, times 0.1
+    expected = [[0, -0.05, 0.95, 0], [0, -0.05, -0.05, 2.95]]
+    np.testing.assert_allclose(columns["token_level_rewards"], expected, atol=1e-6)
+    returns = [[0, 0.90, 0.95, 0], [0, 2.85, 2.90, 2.95]]  # gamma = lambda = 1
+    np.testing.assert_allclose(columns["returns"], returns, atol=1e-6)
+    advantages = columns["advantages"][_batch()["response_mask"]]
+    assert abs(advantages.mean()) < 1e-6
+    assert abs(advantages.std(ddof=1) - 1) < 1e-5
+
+
+def test_the_group_is_the_baseline() -> None:
+    columns = grpo.compute_advantage(_batch(), grpo.Settings())
+    # scores 1 and 3: mean 2, deviation sqrt(2) with n-1
+    expected = [[0, -0.70711, -0.70711, 0], [0, 0.70711, 0.70711, 0.70711]]
+    np.testing.assert_allclose(columns["advantages"], expected, atol=1e-5)
+
+
+def test_kl_inside_the_reward_is_refused_where_scores_are_compared_by_group() -> None:
+    with pytest.raises(ValueError, match=r"kl\.where=reward.*loss or none"):
+        grpo.Settings(kl=KLConfig(where="reward"))
