@@ -2,8 +2,10 @@
 """The command line: `hfjax train ALGORITHM` and `hfjax export RUN DIR`."""
 
 import argparse
+import logging
 import os
 import sys
+import warnings
 from typing import Any
 
 COMMANDS = {
@@ -23,6 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # Processes started here exec at once, so that JAX's threads cannot be caught in a fork.
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
         print(f"hfjax: unknown command {command!r}; use one of {', '.join(COMMANDS)}")
