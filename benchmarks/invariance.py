@@ -45,7 +45,8 @@ class Case:
     @property
     def processes(self) -> int:
         """Of all pools; runtime local has one, the controller's own."""
-        return sum(pool.processes for pool in self.placement.pools.values())
+        pools = self.placement.pools.values() if self.runtime == "ray" else ()
+        return sum(pool.processes for pool in pools) or 1
 
 
 @dataclass(frozen=True)
