@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics: (sum, count) on devices, verl's names on the host, console, JSONL and TensorBoard."""
 
-import itertools
 import json
 import math
 import operator
@@ -360,7 +359,7 @@ class MetricLog:
     def samples(self, step: int, columns: Mapping[str, Any]) -> None:
         """Append a step's first prompts, responses and scores to samples.jsonl, an object a row."""
         names = [name for name in SAMPLE_COLUMNS if name in columns]
-        rows = itertools.islice(zip(*(columns[name] for name in names), strict=True), SAMPLE_ROWS)
+        rows = zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True)
         records = [{**dict(zip(names, row, strict=True)), STEP: step} for row in rows]
         self._append("samples.jsonl", records)
 

@@ -29,9 +29,17 @@ from hfjax.data import make_sources
 from hfjax.engine.checkpoint import CheckpointStore
 from hfjax.engine.train import OptimizerConfig
 from hfjax.items import PROMPTS
-from hfjax.metrics import MetricLog, batch_metrics, cut_to_step, taken_seconds, timing_metrics
+from hfjax.metrics import (
+    SAMPLE_ROWS,
+    MetricLog,
+    batch_metrics,
+    cut_to_step,
+    taken_seconds,
+    timing_metrics,
+)
 from hfjax.models.hf import resolve_model
 from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model, role_class
+from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
 
 log = logging.getLogger(__name__)
@@ -94,6 +102,7 @@ class Run:
         self.source, self.held_out = make_sources(
             data, self.model, kind=kind, n=n, seed=config.seed
         )
+        self.tokenizer = load_tokenizer(self.model)
         self.steps = config.steps or config.epochs * self.source.steps_per_epoch
         self.rows = config.data.prompts_per_step * n
         builders = self._builders()
@@ -166,9 +175,17 @@ class Run:
         record |= timing_metrics(seconds, *tokens, devices=self.placement.devices)
         record["training/epoch"] = self.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
-        if "response" in columns:
-            self.log.samples(step, columns)
+        if self.rollout:
+            self.log.samples(step, self._with_responses(columns))
         return record
+
+    def _with_responses(self, columns: dict[str, Any]) -> dict[str, Any]:
+        """The columns with response texts: of the samples' rows, where no reward decoded all."""
+        if "response" in columns:
+            return columns
+        names = ("input_ids", "prompt_length", "length")
+        rows = list(zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True))
+        return columns | {"response": [self.tokenizer.decode(x[p:end]) for x, p, end in rows]}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy scores of the held-out prompts, or the loss of held-out examples."""
