@@ -23,9 +23,12 @@ ABSENT = (
 RUN = f"""import sys
 sys.modules.update(dict.fromkeys({ABSENT}))  # importing one of them raises
 from benchmarks.gpu_check import main
+
+import pytest
 sys.exit(main(["--size", "tiny"]))"""
 
 
+@pytest.mark.slow
 def test_tiny_check_runs_without_other_packages_and_finds_no_fault() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(
