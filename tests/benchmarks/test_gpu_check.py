@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ABSENT = (
     "chex",
@@ -23,8 +25,6 @@ ABSENT = (
 RUN = f"""import sys
 sys.modules.update(dict.fromkeys({ABSENT}))  # importing one of them raises
 from benchmarks.gpu_check import main
-
-import pytest
 sys.exit(main(["--size", "tiny"]))"""
 
 
