@@ -29,6 +29,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
+        if not abs(self.entropy_coef) < float("inf"):
+            raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
         if self.kl.where == "reward":
             raise ValueError("kl.where=reward: group scores hold no KL; use loss or none")
 

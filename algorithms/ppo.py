@@ -32,6 +32,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name}={getattr(self, name)}: must lie in [0, 1]")
+        if not self.value_clip > 0:
+            raise ValueError(f"algorithm.value_clip={self.value_clip}: must be above 0, as 0.5")
+        if not abs(self.entropy_coef) < float("inf"):
+            raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
 
 
 def roles(cfg: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ PUBLIC = {
     "FunctionReward": "hfjax.roles",
     "Reference": "hfjax.roles",
     "Reward": "hfjax.roles",
-    "export_run": "hfjax.run",
+    "export_run": "hfjax.rundir",
     "load_algorithm": "hfjax.algorithm",
     "load_placement": "meshes.placement",
     "method": "hfjax.controller.protocol",

@@ -20,7 +20,7 @@ USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; 0, or 2 for what the user can mend, 130 after Ctrl-C."""
+    """Runs a command; 0, 2 for settings that cannot work, 1 for failures, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"hfjax: unknown command {command!r}; use one of {', '.join(COMMANDS)}")
         return 2
+    from hfjax.controller.worker import RoleError
+
     try:
         {"train": train, "export": export}[command](rest)
     except ValueError as error:
@@ -39,6 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
         return 2
+    except RoleError as error:
+        if os.environ.get("HFJAX_TRACEBACK"):
+            raise
+        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
+        return 2 if isinstance(error.__cause__, ValueError) else 1
     except KeyboardInterrupt:
         print(f"hfjax {command}: interrupted", file=sys.stderr)
         return 130
@@ -70,8 +77,10 @@ def parse(module: Any, arguments: list[str]) -> Any:
     known, _ = first.parse_known_args(arguments)
     file = read_toml(known.config) if known.config else {}
     model = known.model or file.get("model", "embedded")
-    base = default_config(module, model, known.config)
     rest = [alias(argument) for argument in _without(arguments, "--config")]
+    own_data = any(argument.split("=")[0] == "--data.train" for argument in rest)
+    own_data = own_data or "train" in file.get("data", {})
+    base = default_config(module, model, known.config, own_data=own_data)
     check_options(type(base), rest)
     prog = f"hfjax train {algorithm_name(module)}"
     return tyro.cli(
@@ -125,7 +134,7 @@ def _without(arguments: list[str], name: str) -> list[str]:
 
 def export(arguments: list[str]) -> None:
     """Writes the actor of a run in Hugging Face format."""
-    from hfjax.run import export_run
+    from hfjax.rundir import export_run
 
     if len(arguments) != 2:
         raise ValueError("export takes RUN, a run's directory, and DIR, a new one")

@@ -3,6 +3,7 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -34,7 +35,8 @@ class RolloutConfig:
         _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "1 up")
         legal = 0 <= self.min_new_tokens <= self.max_new_tokens
         _require(legal, "rollout.min_new_tokens", self.min_new_tokens, "0 to max_new_tokens")
-        _require(self.temperature >= 0, "rollout.temperature", self.temperature, "0 or more")
+        legal = 0 <= self.temperature < math.inf
+        _require(legal, "rollout.temperature", self.temperature, "0 (greedy) or more, and finite")
         _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or a count")
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]")
@@ -73,6 +75,8 @@ class RewardConfig:
     on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training
 
     def __post_init__(self) -> None:
+        _require(self.workers >= 1, "reward.workers", self.workers, "at least 1")
+        _require(self.deadline_s > 0, "reward.deadline_s", self.deadline_s, "seconds above 0")
         both = bool(self.function) and bool(self.model)
         given = f"{self.function} and {self.model}"
         _require(not both, "reward.function and reward.model", given, "one of the two")
@@ -87,7 +91,7 @@ class KLConfig:
     coef: float = 0.001  # its weight
 
     def __post_init__(self) -> None:
-        _require(self.coef >= 0, "kl.coef", self.coef, "0 or more")
+        _require(0 <= self.coef < math.inf, "kl.coef", self.coef, "0 or more, and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"config={path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={path}: cannot be read as TOML: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not valid TOML: {error}") from None
 
@@ -217,6 +223,15 @@ def _dotted(table: Mapping[str, Any]) -> Iterator[str]:
     for key, value in table.items():
         inner = list(_dotted(value)) if isinstance(value, Mapping) else []
         yield from (f"{key}.{name}" for name in inner) if inner else [key]
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested table by dotted names: {"actor.optimizer.lr": 1e-6, ...}."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        nested = isinstance(value, Mapping)
+        found |= flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+    return found
 
 
 def to_toml(config: Any) -> str:

@@ -49,6 +49,16 @@ class Source:
             log.warning("%s; %d rows dropped each epoch", self.describe(name), dropped)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, or row of fine-tuning."""
+        return max(len(item.ids) for item in self._items)
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id of any row."""
+        return max(max(item.ids) for item in self._items)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Whole batches in an epoch."""
         return len(self._items) // self._batch
@@ -96,6 +106,16 @@ class HeldOut:
     items: Sequence[Any]
     collate: Callable[[Sequence[Any], int], Columns]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt, or row of fine-tuning."""
+        return max(len(item.ids) for item in self.items)
+
+    @property
+    def highest_id(self) -> int:
+        """The highest token id of any row."""
+        return max(max(item.ids) for item in self.items)
+
     def batches(self, batch: int, n: int = 1) -> Iterator[tuple[Columns, int]]:
         """Full batches, so that shapes repeat, and how many of their rows count.
 
@@ -127,4 +147,7 @@ def make_sources(
     )
     if not config.eval:
         return source, None
-    return source, HeldOut(load_items(config.eval, "eval", tokenizer, config, kind), kind.collate)
+    held_out = load_items(config.eval, "eval", tokenizer, config, kind)
+    if not held_out:
+        raise ValueError(f"data.eval={config.eval}: no usable row is left; leave it out or mend it")
+    return source, HeldOut(held_out, kind.collate)

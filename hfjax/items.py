@@ -65,6 +65,11 @@ class Pair(NamedTuple):
     chosen: Example
     rejected: Example
 
+    @property
+    def ids(self) -> list[int]:
+        """Those of the longer answer's row."""
+        return max(self.chosen.ids, self.rejected.ids, key=len)
+
 
 class Kind(NamedTuple):
     """One use of rows: which columns it needs, how a row is read, cut and put into columns."""

@@ -301,7 +301,9 @@ def _json_line(record: Mapping[str, Any]) -> str:
 def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
     """One step for the eye: stages with seconds and their share of the step, main numbers."""
     stages = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/")}
-    whole_s = stages.pop("step", sum(stages.values()))
+    step_s = stages.pop("step", 0.0)
+    between_s = sum(stages.get(name, 0.0) for name in ("testing", "save_checkpoint"))
+    whole_s = step_s + between_s  # a step's own time has neither
     text = Text(f"step {step}" + (f"/{steps}" if steps else ""), style="bold")
     text.append(f"  {whole_s:.2f} s" if stages else "", style="bold")
     if stages:

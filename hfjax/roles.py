@@ -398,15 +398,24 @@ def role_class(builder: partial[Any]) -> type:
     return builder.func
 
 
-def check_model(builder: partial[Any], shape: MeshShape, tokens: int) -> None:
-    """Refuses, before a process starts, a model that its mesh does not divide or rows too long."""
+def check_model(builder: partial[Any], shape: MeshShape, tokens: int, highest_id: int) -> None:
+    """Refuses, before a process starts, what a model cannot take.
+
+    A mesh that does not divide it, rows longer than its positions, ids outside its vocabulary.
+    """
     role = role_class(builder)
     if not issubclass(role, ModelRole):
         return
     model = builder.keywords["model"]
     config, *_ = plan_model(shape, model, role.head)
+    if highest_id >= config.vocab:
+        raise ValueError(
+            f"token id {highest_id} (of the data, or that the actor can generate) is outside the "
+            f"vocabulary of {config.vocab} of {model}; use the tokenizer that belongs to the model"
+        )
     if tokens > config.max_positions:
         raise ValueError(
-            f"rows of {tokens} tokens (data.max_prompt_tokens + rollout.max_new_tokens, or "
-            f"data.max_tokens) exceed the {config.max_positions} positions of {model}; use less"
+            f"rows of up to {tokens} tokens (the longest prompt and rollout.max_new_tokens, or the "
+            f"longest row) exceed the {config.max_positions} positions of {model}; lower "
+            "rollout.max_new_tokens, or cut rows by data.max_prompt_tokens, data.max_tokens"
         )

@@ -75,6 +75,8 @@ def read_rows(path: str, split: Split = "train") -> Table:
     if path in EMBEDDED:
         return Table(path, "row", list(enumerate(EMBEDDED[path](split))))
     names = ", ".join(EMBEDDED)
+    if not path:
+        raise ValueError(f"data.{split} is not set; give a path or one of {names}")
     if not Path(path).is_file():
         raise ValueError(f"data.{split}={path!r}: no such file; give a path or one of {names}")
     if path.endswith(".jsonl"):

@@ -2,7 +2,7 @@
 """The outer loop: prompts in, steps of an algorithm, evaluation, checkpoints, metrics out."""
 
 import dataclasses
-import json
+import itertools
 import logging
 import signal
 import subprocess
@@ -20,25 +20,24 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from hfjax.algorithm import algorithm_name, config_class, load_algorithm
+from hfjax.algorithm import algorithm_name, config_class
 from hfjax.batch import Batch
-from hfjax.config import from_dict, read_toml, to_toml
+from hfjax.config import from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.data import make_sources
-from hfjax.engine.checkpoint import CheckpointStore
-from hfjax.engine.train import OptimizerConfig
+from hfjax.engine.microbatch import check_micro_sequences
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     SAMPLE_ROWS,
     MetricLog,
     batch_metrics,
-    cut_to_step,
     taken_seconds,
     timing_metrics,
 )
-from hfjax.models.hf import resolve_model
+from hfjax.models.hf import load_config, resolve_model
 from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model, role_class
+from hfjax.rundir import open_directory
 from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
 
@@ -52,6 +51,7 @@ STAGES = {  # method -> verl's name of the stage
     "compute_values": "values",
 }
 LOOK_TIMEOUT_S = 120
+MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 EVAL_ROWS = 512  # rows of one evaluation batch
 
 
@@ -62,7 +62,9 @@ def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
     `train(algorithms.grpo, steps=20, rollout={"n": 8})`.
     """
     if config is None:
-        config = default_config(algorithm, overrides.get("model", "embedded"))
+        own_data = "train" in overrides.get("data", {})
+        model = overrides.get("model", "embedded")
+        config = default_config(algorithm, model, own_data=own_data)
         config = from_dict(type(config), overrides, where="train()", base=config)
     elif overrides:
         raise ValueError("train() takes a config or overrides, not both")
@@ -71,14 +73,23 @@ def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
     return run.out
 
 
-def default_config(algorithm: ModuleType, model: str, file: str = "") -> Any:
-    """Defaults, for the embedded model those of its recipe, then the TOML file's settings."""
+def default_config(
+    algorithm: ModuleType, model: str, file: str = "", *, own_data: bool = False
+) -> Any:
+    """Defaults, for the embedded model those of its recipe, then the TOML file's settings.
+
+    With `own_data` the recipe's files and reward are left out: they belong to each other.
+    """
     cls = config_class(algorithm)
     config = cls()
     if model == "embedded":
-        recipe = resolve_model(model) / "recipe.toml"
+        name = "recipe.toml" if hasattr(config, "rollout") else "recipe_sft.toml"
+        recipe = resolve_model(model) / name
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
+        if own_data:
+            table.pop("reward", None)
+            table["data"] = {k: v for k, v in table["data"].items() if k not in ("train", "eval")}
         config = from_dict(cls, table, where=str(recipe), base=config)
     if file:
         config = from_dict(cls, read_toml(file), where=file, base=config)
@@ -94,7 +105,7 @@ class Run:
         self.roles: dict[str, Callable[..., Any]] = algorithm.roles(config.algorithm)
         self.rollout = getattr(config, "rollout", None)
         n = self.rollout.n if self.rollout else 1
-        self.model = str(resolve_model(config.model))
+        self.model = str(resolve_model(config.model).resolve())
         kind = getattr(algorithm, "DATA", PROMPTS)
         data = config.data
         if self.rollout and config.reward.model:
@@ -107,15 +118,18 @@ class Run:
         self.rows = config.data.prompts_per_step * n
         builders = self._builders()
         self.placement = self._placement(builders)
+        tokens, highest_id = self._longest_row(), self._highest_id()
         for role, builder in builders.items():
             if role in self.placement.roles:
-                check_model(builder, self.placement.roles[role].mesh_shape, self._longest_row())
-        self.out = Path(
-            config.out
-            or time.strftime(f"runs/{Path(algorithm_name(algorithm)).stem}-%Y%m%d-%H%M%S")
-        )
-        self.done, self.store = self._open_directory()
+                self._check_micro(role)
+                check_model(builder, self.placement.roles[role].mesh_shape, tokens, highest_id)
+        name = algorithm_name(algorithm)
+        self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
+        about = {"algorithm": name, "model": self.model}
+        self.done, self.store = open_directory(self.out, config, self.placement, about)
         self.console = Console(soft_wrap=True, highlight=False)
+        self.refused = 0
+        self.console.print(f"run directory: {self.out}")
         self.console.print(self.placement.table())
         self.console.print(self._sizes())
         self.log = MetricLog(
@@ -131,7 +145,11 @@ class Run:
         )
         self.trained = [k for k, b in builders.items() if issubclass(role_class(b), TrainedRole)]
         if self.done:
-            self._restore()
+            try:
+                self._restore()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __enter__(self) -> "Run":
         return self
@@ -149,6 +167,7 @@ class Run:
             while self.done < self.steps and not stop.is_set():
                 step = self.done + 1
                 record = self.step(step)
+                self._stop_if_stuck(record)
                 if self._due(self.config.eval_every, step):
                     record |= self.evaluate(step)
                 if self._due(self.config.save_every, step) or stop.is_set():
@@ -157,6 +176,8 @@ class Run:
                 self.done = step
                 progress.update(bar, completed=step)
         if stop.is_set():
+            if self.done and self.store.latest() != self.done:
+                self.save(self.done)
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
             raise KeyboardInterrupt
 
@@ -178,6 +199,17 @@ class Run:
         if self.rollout:
             self.log.samples(step, self._with_responses(columns))
         return record
+
+    def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
+        """Ends a run whose updates are refused again and again; its weights are still finite."""
+        roles = [role.removesuffix("/skipped") for role in record if role.endswith("/skipped")]
+        refused = any(record[f"{r}/skipped"] > record.get(f"{r}/empty", 0.0) for r in roles)
+        self.refused = self.refused + 1 if refused else 0
+        if self.refused >= MAX_REFUSED:
+            raise RuntimeError(
+                f"{MAX_REFUSED} steps in a row had updates that were not finite (*/skipped in "
+                f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
+            )
 
     def _with_responses(self, columns: dict[str, Any]) -> dict[str, Any]:
         """The columns with response texts: of the samples' rows, where no reward decoded all."""
@@ -204,6 +236,8 @@ class Run:
                 totals.setdefault(name, []).extend(pairs)
         sums = {name: np.sum(pairs, axis=0) for name, pairs in totals.items()}
         record = {f"val-core/{name}": float(total / count) for name, (total, count) in sums.items()}
+        if (failed := record.pop("val-core/failed", 0.0)) > 0:
+            record["val-aux/failed"] = failed  # share of rows without a score
         return record | {"timing_s/testing": time.perf_counter() - start_s}
 
     def _evaluated(self, batch: Batch, count: int) -> dict[str, list[tuple[float, float]]]:
@@ -217,7 +251,12 @@ class Run:
         batch |= self.models.reward.compute_reward(batch, evaluates=True)
         found: dict[str, list[tuple[float, float]]] = {}
         sources = batch["data_source"] if "data_source" in batch else [""] * count
-        for source, score in list(zip(sources, batch["score"], strict=True))[:count]:
+        scored = batch["response_mask"].any(axis=-1)  # the function failed on the others
+        rows = zip(sources, batch["score"], scored, strict=True)
+        for source, score, ok in itertools.islice(rows, count):
+            found.setdefault("failed", []).append((0.0 if ok else 1.0, 1.0))
+            if not ok:
+                continue
             name = f"{source or 'all'}/reward/mean@1"
             found.setdefault(name, []).append((float(score), 1.0))
         return found
@@ -243,11 +282,22 @@ class Run:
     def _due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
+    def _check_micro(self, role: str) -> None:
+        training = getattr(self.config, role, None)
+        if training and training.micro_sequences:
+            rows = training.minibatch_sequences or self.rows
+            replicas = self.placement.roles[role].mesh_shape.replicas
+            check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
+
+    def _highest_id(self) -> int:
+        """Of the data and, where the actor generates, of its vocabulary."""
+        sets = [self.source] + ([self.held_out] if self.held_out else [])
+        highest = max(each.highest_id for each in sets)
+        return max(highest, load_config(self.model).vocab - 1) if self.rollout else highest
+
     def _longest_row(self) -> int:
-        data = self.config.data
-        if self.rollout is None:
-            return data.max_tokens
-        return data.max_prompt_tokens + self.rollout.max_new_tokens
+        prompts = [self.source.longest] + ([self.held_out.longest] if self.held_out else [])
+        return max(prompts) + (self.rollout.max_new_tokens if self.rollout else 0)
 
     def _builders(self) -> dict[str, partial[Any]]:
         """The algorithm's roles with the run's settings bound to them."""
@@ -299,25 +349,6 @@ class Run:
             return load_placement(self.config.placement, placed)
         return single_pool(placed, _devices_found(self.config.runtime))
 
-    def _open_directory(self) -> tuple[int, CheckpointStore]:
-        """The last step on disk (0 for a new run); files of later steps are cut."""
-        used = (self.out / "metrics.jsonl").exists()
-        if used and not self.config.resume:
-            raise ValueError(
-                f"out={self.out} holds a run; add --resume or choose another directory"
-            )
-        if self.config.resume and not used:
-            raise ValueError(f"out={self.out} holds no run to resume; leave --resume out")
-        store = CheckpointStore(self.out / "checkpoints", keep_last=self.config.keep_last)
-        done = store.latest() or 0
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            cut_to_step(self.out / name, done if done else -1)
-        (self.out / "settings.toml").write_text(to_toml(self.config))
-        (self.out / "placement.toml").write_text(self.placement.to_toml())
-        about = {"algorithm": algorithm_name(self.algorithm), "model": self.model}
-        (self.out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
-        return done, store
-
     def _sizes(self) -> str:
         """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
         prompts = self.config.data.prompts_per_step
@@ -349,31 +380,6 @@ class Run:
             yield stop
         finally:
             signal.signal(signal.SIGINT, before)
-
-
-def export_run(run: str | Path, directory: str | Path) -> None:
-    """Writes the actor of a run's newest checkpoint as a Hugging Face directory."""
-    run = Path(run)
-    if not (run / "run.json").is_file():
-        raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
-    about = json.loads((run / "run.json").read_text())
-    algorithm = load_algorithm(about["algorithm"])
-    config = from_dict(
-        config_class(algorithm), read_toml(run / "settings.toml"), where=str(run / "settings.toml")
-    )
-    store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
-    step = store.latest()
-    if step is None:
-        raise ValueError(f"RUN={run} has no whole checkpoint to export")
-    actor = partial(
-        algorithm.roles(config.algorithm)["actor"],
-        model=about["model"],
-        random=config.init == "random",
-        training=dataclasses.replace(config.actor, optimizer=OptimizerConfig()),
-    )
-    with start(single_pool(["actor"], 1), {"actor": actor}, runtime="local") as models:
-        models.actor.load(path=str(store.path(step) / "actor")).result()
-        models.actor.export(directory=str(directory)).result()
 
 
 def _seconds(calls: list[CallRecord]) -> dict[str, float]:

@@ -55,17 +55,22 @@ def cut_micros(
     return [{k: _fill(v, mb)[None] for k, v in trim(rows, bucket).items()}]
 
 
-def _cut_by_sequences(rows: Rows, micro_sequences: int, unit: int, bucket: int) -> list[Stack]:
-    """One stack of all micro-batches: they have one shape."""
-    B = len(rows[WIDTH_COLUMN])
+def check_micro_sequences(micro_sequences: int, B: int, unit: int, where: str = "") -> None:
+    """Refuses a cut of B rows that leaves a rest, or splits what stays together."""
     legal = [n for n in range(unit, B + 1, unit) if B % n == 0]
     if micro_sequences not in legal:
         rest = f"{B} = {B // micro_sequences} x {micro_sequences} + {B % micro_sequences}"
         choice = f"use one of {legal}" if legal else f"use mini-batches of a multiple of {unit}"
         raise ValueError(
-            f"micro_sequences={micro_sequences} must divide the {B} rows of a mini-batch ({rest}) "
-            f"and be a multiple of {unit} (replicas x rows that stay together); {choice}"
+            f"{where}micro_sequences={micro_sequences} must divide the {B} rows of a mini-batch "
+            f"({rest}) and be a multiple of {unit} (replicas x rows that stay together); {choice}"
         )
+
+
+def _cut_by_sequences(rows: Rows, micro_sequences: int, unit: int, bucket: int) -> list[Stack]:
+    """One stack of all micro-batches: they have one shape."""
+    B = len(rows[WIDTH_COLUMN])
+    check_micro_sequences(micro_sequences, B, unit)
     M = B // micro_sequences
     return [{k: v.reshape(M, -1, *v.shape[1:]) for k, v in trim(rows, bucket).items()}]
 

@@ -69,6 +69,8 @@ class Passes:
 
         def part(index: Any) -> np.ndarray:
             wanted = rows[index[0]]
+            if not len(held):  # this process only takes part with fillers
+                return np.full((len(wanted), *values.shape[1:]), filler, values.dtype)
             at = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
             picked = values[at]
             picked[held[at] != wanted] = filler
@@ -82,6 +84,8 @@ def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> n
     """The rows `held` from arrays whose rows are numbered `rows`; reads this process's shards."""
     first = parts[0][1]
     out = np.zeros((len(held), *first.shape[1:]), first.dtype)
+    if not len(held):
+        return out
     for rows, array in parts:
         for shard in array.addressable_shards:
             if shard.index[1:] and shard.data.shape[1:] != array.shape[1:]:
