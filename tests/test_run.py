@@ -349,6 +349,31 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
         Run(sft, config)
 
 
+def test_another_run_is_not_continued_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
+    config = tuning(tmp_path, steps=1)
+    out = train(sft, config)
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    slower = dataclasses.replace(config.actor.optimizer, lr=1e-4)
+    other = dataclasses.replace(
+        config, resume=True, actor=dataclasses.replace(config.actor, optimizer=slower)
+    )
+    with pytest.raises(ValueError, match=r"actor\.optimizer\.lr was 0\.01, is 0\.0001"):
+        Run(sft, other)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+def test_ids_outside_the_vocabulary_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = configured(grpo, tmp_path, write_tiny_hf(tmp_path / "model"), [[3, 4], [5, 95]])
+    assert Run(grpo, config).__exit__() is None  # 95 is the last of 96
+    raw = json.loads((tmp_path / "model" / "config.json").read_text())
+    write_tiny_hf(tmp_path / "small", vocab_size=raw["vocab_size"] // 2)
+    for file in ("tokenizer.json", "tokenizer_config.json"):  # of the bigger model
+        (tmp_path / "small" / file).write_bytes((tmp_path / "model" / file).read_bytes())
+    mixed = dataclasses.replace(config, model=str(tmp_path / "small"), out=str(tmp_path / "second"))
+    with pytest.raises(ValueError, match=r"token id 95 .* outside the vocabulary of 48"):
+        Run(grpo, mixed)
+
+
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
     "top level": ("ppo", "learning_rate = 1e-4", "", ["learning_rate", "actor.optimizer.lr"]),
     "misspelt": ("ppo", "[algorithm]\nclip_ration = 0.1", "", ["clip_ration", "algorithm.clip_"]),
@@ -373,6 +398,11 @@ REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must nam
     "algorithm": ("pp0", None, "", ["pp0", "ppo", "grpo", "sft"]),
     "model": ("ppo", None, "--model nowhere", ["model", "nowhere", "embedded"]),
     "placement": ("ppo", None, "--placement nowhere", ["placement", "nowhere", "colocate"]),
+    "micro-batch": (
+        *("ppo", None, "--actor.micro-sequences 3"),
+        ["actor.micro_sequences=3", "4 rows", "multiple of 8"],
+    ),
+    "reward": ("grpo", None, "--reward.workers 0", ["reward.workers=0", "at least 1"]),
     "mini-batch": (
         *("ppo", None, "--actor.minibatch-sequences 3"),
         ["minibatch_sequences=3", "4 rows", "[1, 2, 4]"],
