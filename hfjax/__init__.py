@@ -8,7 +8,7 @@ PUBLIC = {
     "Actor": "hfjax.roles",
     "Batch": "hfjax.batch",
     "Critic": "hfjax.roles",
-    "FunctionReward": "hfjax.roles",
+    "FunctionReward": "hfjax.rewards",
     "Reference": "hfjax.roles",
     "Reward": "hfjax.roles",
     "export_run": "hfjax.rundir",

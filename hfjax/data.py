@@ -38,7 +38,7 @@ class Source:
                 f"data.prompts_per_step={batch} is more than the {len(items)} usable rows of "
                 f"{name}; use at most {len(items)}"
             )
-        self._items, self._collate, self._batch, self._n = items, collate, batch, n
+        self.items, self._collate, self._batch, self._n = items, collate, batch, n
         self.epoch, self.position = 0, 0
         digest = hashlib.blake2b(digest_size=8)
         for item in items:
@@ -49,33 +49,23 @@ class Source:
             log.warning("%s; %d rows dropped each epoch", self.describe(name), dropped)
 
     @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt, or row of fine-tuning."""
-        return max(len(item.ids) for item in self._items)
-
-    @property
-    def highest_id(self) -> int:
-        """The highest token id of any row."""
-        return max(max(item.ids) for item in self._items)
-
-    @property
     def steps_per_epoch(self) -> int:
         """Whole batches in an epoch."""
-        return len(self._items) // self._batch
+        return len(self.items) // self._batch
 
     def describe(self, name: str) -> str:
         """'train.jsonl: 10 rows, 4 a step, 2 steps per epoch'."""
-        sizes = f"{len(self._items)} rows, {self._batch} a step"
+        sizes = f"{len(self.items)} rows, {self._batch} a step"
         return f"{name}: {sizes}, {self.steps_per_epoch} steps per epoch"
 
     def next_batch(self) -> Columns:
         """The next rows of the epoch, each n times, as columns."""
-        if self.position + self._batch > len(self._items):
+        if self.position + self._batch > len(self.items):
             self.epoch, self.position = self.epoch + 1, 0
             self._permutation = self._permute()
         chosen = self._permutation[self.position : self.position + self._batch]
         self.position += self._batch
-        return self._collate([self._items[i] for i in chosen], self._n)
+        return self._collate([self.items[i] for i in chosen], self._n)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, and what the order was drawn from."""
@@ -94,9 +84,14 @@ class Source:
 
     def _permute(self) -> np.ndarray:
         if not self._order["shuffle"]:
-            return np.arange(len(self._items))
+            return np.arange(len(self.items))
         rng = np.random.default_rng([self._order["seed"], self.epoch])
-        return rng.permutation(len(self._items))
+        return rng.permutation(len(self.items))
+
+
+def extent(items: Sequence[Any]) -> tuple[int, int]:
+    """Tokens of the longest item, and the highest id in any."""
+    return max(len(item.ids) for item in items), max(max(item.ids) for item in items)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,16 +100,6 @@ class HeldOut:
 
     items: Sequence[Any]
     collate: Callable[[Sequence[Any], int], Columns]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt, or row of fine-tuning."""
-        return max(len(item.ids) for item in self.items)
-
-    @property
-    def highest_id(self) -> int:
-        """The highest token id of any row."""
-        return max(max(item.ids) for item in self.items)
 
     def batches(self, batch: int, n: int = 1) -> Iterator[tuple[Columns, int]]:
         """Full batches, so that shapes repeat, and how many of their rows count.

@@ -13,13 +13,19 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
+from hfjax.config import RewardConfig
+from hfjax.controller.protocol import ONE_TO_ALL, Shard, method
+from hfjax.controller.protocol import Answer as Scored
+from hfjax.controller.worker import RoleContext
 from hfjax.reward_process import Answer, Texts
+from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -257,3 +263,52 @@ class RewardPool:
         Not the sum of their deadlines: one stuck row would hold a chunk as long as that.
         """
         return min(rows * self.deadline_s, self.deadline_s + 3.0 * rows * self._row_s)
+
+
+class FunctionReward:
+    """A Python function of texts, run in worker processes beside the controller."""
+
+    on_driver = True
+
+    def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
+        self.tokenizer = load_tokenizer(model)
+        make_pool = partial(
+            RewardPool,
+            workers=reward.workers,
+            deadline_s=reward.deadline_s,
+            on_error=reward.on_error,
+        )
+        self.pool = self.eval_pool = make_pool(reward.function)
+        if reward.eval_function:
+            self.eval_pool = make_pool(reward.eval_function)
+
+    @method(
+        ONE_TO_ALL,
+        reads=(
+            "input_ids",
+            "prompt_length",
+            "length",
+            "response_mask",
+            "prompt",
+            "ground_truth",
+        ),
+        writes=("score", "response", "response_mask"),
+    )
+    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Scored:
+        """score (B,) and the response texts; rows that failed are masked out."""
+        c = shard.columns
+        rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
+        response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
+        pool = self.eval_pool if evaluates else self.pool
+        score, failed = pool.score(c["prompt"], response, c["ground_truth"])
+        columns = {
+            "score": score,
+            "response": response,
+            "response_mask": c["response_mask"] & ~failed[:, None],
+        }
+        return Scored(columns, shard.rows, {"reward/failed": float(failed.sum())})
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.pool.close()
+        self.eval_pool.close()

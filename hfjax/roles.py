@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.config import RewardConfig, RolloutConfig, TrainingConfig
+from hfjax.config import RolloutConfig, TrainingConfig
 from hfjax.controller.protocol import (
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
@@ -35,7 +35,6 @@ from hfjax.engine.train import LossFn, Trainer, TrainState
 from hfjax.metrics import finalize, merge
 from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
-from hfjax.rewards import RewardPool
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import Layout, check, generate_layout, shardings, train_layout
 from meshes.mesh import MeshShape, make_mesh
@@ -336,55 +335,6 @@ class Reward(ModelRole):
         names = ("input_ids", "length")
         (score,) = self.forward(shard, names, self.scorer.scores)
         return Answer({"score": score}, shard.rows)
-
-
-class FunctionReward:
-    """A Python function of texts, run in worker processes beside the controller."""
-
-    on_driver = True
-
-    def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
-        self.tokenizer = load_tokenizer(model)
-        make_pool = partial(
-            RewardPool,
-            workers=reward.workers,
-            deadline_s=reward.deadline_s,
-            on_error=reward.on_error,
-        )
-        self.pool = self.eval_pool = make_pool(reward.function)
-        if reward.eval_function:
-            self.eval_pool = make_pool(reward.eval_function)
-
-    @method(
-        ONE_TO_ALL,
-        reads=(
-            "input_ids",
-            "prompt_length",
-            "length",
-            "response_mask",
-            "prompt",
-            "ground_truth",
-        ),
-        writes=("score", "response", "response_mask"),
-    )
-    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
-        """score (B,) and the response texts; rows that failed are masked out."""
-        c = shard.columns
-        rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
-        response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
-        pool = self.eval_pool if evaluates else self.pool
-        score, failed = pool.score(c["prompt"], response, c["ground_truth"])
-        columns = {
-            "score": score,
-            "response": response,
-            "response_mask": c["response_mask"] & ~failed[:, None],
-        }
-        return Answer(columns, shard.rows, {"reward/failed": float(failed.sum())})
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self.pool.close()
-        self.eval_pool.close()
 
 
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:

@@ -25,7 +25,7 @@ from hfjax.batch import Batch
 from hfjax.config import from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
-from hfjax.data import make_sources
+from hfjax.data import extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
@@ -36,7 +36,8 @@ from hfjax.metrics import (
     timing_metrics,
 )
 from hfjax.models.hf import load_config, resolve_model
-from hfjax.roles import FunctionReward, Reward, TrainedRole, check_model, role_class
+from hfjax.rewards import FunctionReward
+from hfjax.roles import Reward, TrainedRole, check_model, role_class
 from hfjax.rundir import open_directory
 from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
@@ -118,7 +119,7 @@ class Run:
         self.rows = config.data.prompts_per_step * n
         builders = self._builders()
         self.placement = self._placement(builders)
-        tokens, highest_id = self._longest_row(), self._highest_id()
+        tokens, highest_id = self._extent()
         for role, builder in builders.items():
             if role in self.placement.roles:
                 self._check_micro(role)
@@ -289,15 +290,14 @@ class Run:
             replicas = self.placement.roles[role].mesh_shape.replicas
             check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
 
-    def _highest_id(self) -> int:
-        """Of the data and, where the actor generates, of its vocabulary."""
-        sets = [self.source] + ([self.held_out] if self.held_out else [])
-        highest = max(each.highest_id for each in sets)
-        return max(highest, load_config(self.model).vocab - 1) if self.rollout else highest
-
-    def _longest_row(self) -> int:
-        prompts = [self.source.longest] + ([self.held_out.longest] if self.held_out else [])
-        return max(prompts) + (self.rollout.max_new_tokens if self.rollout else 0)
+    def _extent(self) -> tuple[int, int]:
+        """Tokens of the longest row there can be, and the highest id, the actor's own included."""
+        sets = [self.source.items] + ([self.held_out.items] if self.held_out else [])
+        lengths, ids = zip(*map(extent, sets), strict=True)
+        if self.rollout is None:
+            return max(lengths), max(ids)
+        vocab = load_config(self.model).vocab
+        return max(lengths) + self.rollout.max_new_tokens, max(*ids, vocab - 1)
 
     def _builders(self) -> dict[str, partial[Any]]:
         """The algorithm's roles with the run's settings bound to them."""

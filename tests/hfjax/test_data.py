@@ -347,7 +347,7 @@ def test_sources_of_the_embedded_task(tmp_path):
     assert columns["prompt_ids"].shape == (8, 8)
     assert columns["data_source"] == ["sums"] * 8
     assert held_out is not None
-    assert not {p.text for p in held_out.items} & {p.text for p in source._items}
+    assert not {p.text for p in held_out.items} & {p.text for p in source.items}
     assert make_sources(dataclasses.replace(config, eval=""), str(tmp_path))[1] is None
 
 
