@@ -209,6 +209,8 @@ class RayRuntime:
 
         # A failure is reported once, by the driver, not again when its refs are dropped.
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+        # Ray's default of 15 starves the workers wherever anything else runs.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
         ray.init(
             address=address,
