@@ -48,9 +48,11 @@ def config_class(algorithm: ModuleType) -> type:
     used += ["rollout"] if "reward" in roles else []
     fields = [(n, SECTIONS[n], dataclasses.field(default=SECTIONS[n]())) for n in used]
     fields.append(("algorithm", settings, dataclasses.field(default=settings())))
-    return dataclasses.make_dataclass(
-        "RunSettings", fields, bases=(RunConfig,), frozen=True, kw_only=True
+    cls = dataclasses.make_dataclass(
+        RunConfig.__name__, fields, bases=(RunConfig,), frozen=True, kw_only=True
     )
+    cls.__module__ = RunConfig.__module__  # --help reads the comments in that class's source
+    return cls
 
 
 def _from_file(path: Path) -> ModuleType:
