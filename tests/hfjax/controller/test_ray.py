@@ -129,7 +129,9 @@ def test_calls_run_in_order_in_a_pool_and_side_by_side_in_two(m: Models) -> None
     assert other.start_s < first.end_s
     assert first.start_s < other.end_s
     assert other.end_s <= second.start_s
-    assert second.end_s <= third.start_s
+    # each rank begins the third after its own second; ranks need not end together
+    assert second.start_s <= third.start_s
+    assert other.end_s <= third.start_s
     assert second.inputs == {other.number}
 
 
