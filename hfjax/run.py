@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -30,8 +30,12 @@ from hfjax.engine.microbatch import check_micro_sequences
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     SAMPLE_ROWS,
+    Mean,
+    Metric,
     MetricLog,
     batch_metrics,
+    finalize,
+    merge,
     taken_seconds,
     timing_metrics,
 )
@@ -231,35 +235,29 @@ class Run:
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
         models.drain()
-        totals: dict[str, list[tuple[float, float]]] = {}
-        for part in parts:
-            for name, pairs in part.items():
-                totals.setdefault(name, []).extend(pairs)
-        sums = {name: np.sum(pairs, axis=0) for name, pairs in totals.items()}
-        record = {f"val-core/{name}": float(total / count) for name, (total, count) in sums.items()}
+        means = finalize(reduce(merge, parts))
+        record = {f"val-core/{name}": mean for name, mean in means.items()}
         if (failed := record.pop("val-core/failed", 0.0)) > 0:
             record["val-aux/failed"] = failed  # share of rows without a score
         return record | {"timing_s/testing": time.perf_counter() - start_s}
 
-    def _evaluated(self, batch: Batch, count: int) -> dict[str, list[tuple[float, float]]]:
-        """(sum, count) pairs by metric over the first `count` rows."""
+    def _evaluated(self, batch: Batch, count: int) -> dict[str, Metric]:
+        """Means over the first `count` rows, not divided yet."""
         if self.rollout is None:
             batch |= self.models.actor.compute_log_prob(batch)
             mask = batch["response_mask"][:count]
             nll = -batch["old_log_probs"][:count][mask].astype(np.float64)
-            return {"nll": [(float(nll.sum()), float(nll.size))]}
+            return {"nll": Mean(float(nll.sum()), float(nll.size))}
         batch |= self.models.actor.generate_sequences(batch, greedy=True)
         batch |= self.models.reward.compute_reward(batch, evaluates=True)
-        found: dict[str, list[tuple[float, float]]] = {}
+        found: dict[str, Metric] = {}
         sources = batch["data_source"] if "data_source" in batch else [""] * count
         scored = batch["response_mask"].any(axis=-1)  # the function failed on the others
         rows = zip(sources, batch["score"], scored, strict=True)
         for source, score, ok in itertools.islice(rows, count):
-            found.setdefault("failed", []).append((0.0 if ok else 1.0, 1.0))
-            if not ok:
-                continue
             name = f"{source or 'all'}/reward/mean@1"
-            found.setdefault(name, []).append((float(score), 1.0))
+            found = merge(found, {"failed": Mean(0.0 if ok else 1.0, 1.0)})
+            found = merge(found, {name: Mean(float(score), 1.0)} if ok else {})
         return found
 
     def save(self, step: int) -> dict[str, float]:
