@@ -35,6 +35,15 @@ class Settings:
             raise ValueError("kl.where=reward: group scores hold no KL; use loss or none")
 
 
+def check(config: Any) -> None:
+    """Refuses settings of a whole run that GRPO cannot work with."""
+    if config.rollout.n < 2:
+        raise ValueError(
+            f"rollout.n={config.rollout.n}: GRPO compares the responses of one prompt; use 2 or "
+            "more, as 8"
+        )
+
+
 def roles(cfg: Settings) -> dict[str, Any]:
     """Role classes with their losses and the columns those read."""
     kl_columns = () if cfg.kl.where == "none" else ("ref_log_prob",)

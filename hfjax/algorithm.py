@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds an algorithm's module by name, and the settings that a run of it has."""
+"""Finds an algorithm's module by name, and the settings that a run of it has.
+
+A module has Settings, roles(cfg) and step(m, prompts, cfg). It may have DATA, the kind of its rows
+(hfjax.items), and check(config), which refuses settings of a whole run before anything starts.
+"""
 
 import dataclasses
 import importlib

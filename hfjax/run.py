@@ -26,7 +26,7 @@ from hfjax.config import from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.data import extent, make_sources
-from hfjax.engine.microbatch import check_micro_sequences
+from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     SAMPLE_ROWS,
@@ -41,7 +41,7 @@ from hfjax.metrics import (
 )
 from hfjax.models.hf import load_config, resolve_model
 from hfjax.rewards import FunctionReward
-from hfjax.roles import Reward, TrainedRole, check_model, role_class
+from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
 from hfjax.rundir import open_directory
 from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
@@ -107,6 +107,7 @@ class Run:
     def __init__(self, algorithm: ModuleType, config: Any) -> None:
         """Everything that can be wrong is looked for before a process starts."""
         self.algorithm, self.config = algorithm, config
+        getattr(algorithm, "check", lambda config: None)(config)
         self.roles: dict[str, Callable[..., Any]] = algorithm.roles(config.algorithm)
         self.rollout = getattr(config, "rollout", None)
         n = self.rollout.n if self.rollout else 1
@@ -126,7 +127,7 @@ class Run:
         tokens, highest_id = self._extent()
         for role, builder in builders.items():
             if role in self.placement.roles:
-                self._check_micro(role)
+                self._check_micro(role, tokens)
                 check_model(builder, self.placement.roles[role].mesh_shape, tokens, highest_id)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
@@ -281,12 +282,16 @@ class Run:
     def _due(self, every: int, step: int) -> bool:
         return step == self.steps or (every > 0 and step % every == 0)
 
-    def _check_micro(self, role: str) -> None:
+    def _check_micro(self, role: str, tokens: int) -> None:
+        """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
         training = getattr(self.config, role, None)
+        replicas = self.placement.roles[role].mesh_shape.replicas
         if training and training.micro_sequences:
             rows = training.minibatch_sequences or self.rows
-            replicas = self.placement.roles[role].mesh_shape.replicas
             check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
+        if training and training.micro_tokens:
+            limit = training.micro_tokens
+            check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
 
     def _extent(self) -> tuple[int, int]:
         """Tokens of the longest row there can be, and the highest id, the actor's own included."""

@@ -64,7 +64,7 @@ def configured(program: Any, folder: Path, model: Path, prompts: list[Any], **se
             "prompts_per_step": len(prompts),
             "max_prompt_tokens": 64,
         },
-        "rollout": {"max_new_tokens": 8},
+        "rollout": {"max_new_tokens": 8, "n": 2 if program is grpo else 1},
         "reward": {"function": f"{__file__}:word_reward", "workers": 1},
         "actor": {"optimizer": {"lr": 0.0}},
     }
@@ -402,6 +402,11 @@ REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must nam
         *("ppo", None, "--actor.micro-sequences 3"),
         ["actor.micro_sequences=3", "4 rows", "multiple of 8"],
     ),
+    "micro-batch of tokens": (
+        *("ppo", None, "--critic.micro-tokens 200"),
+        ["critic.micro_tokens=200", "at least 8 x "],
+    ),
+    "a group of one": ("grpo", None, "--rollout.n 1", ["rollout.n=1", "2 or more"]),
     "reward": ("grpo", None, "--reward.workers 0", ["reward.workers=0", "at least 1"]),
     "mini-batch": (
         *("ppo", None, "--actor.minibatch-sequences 3"),

@@ -67,6 +67,19 @@ def check_micro_sequences(micro_sequences: int, B: int, unit: int, where: str = 
         )
 
 
+def check_micro_tokens(
+    micro_tokens: int, longest: int, unit: int, bucket: int, where: str = ""
+) -> None:
+    """Refuses a limit under which the longest row, in its bucket, fits no micro-batch."""
+    T = -(-longest // bucket) * bucket
+    if micro_tokens < unit * T:
+        raise ValueError(
+            f"{where}micro_tokens={micro_tokens} holds no micro-batch: the longest row takes {T} "
+            f"tokens and {unit} rows (replicas x rows that stay together) are the fewest; "
+            f"use at least {unit} x {T} = {unit * T}"
+        )
+
+
 def _cut_by_sequences(rows: Rows, micro_sequences: int, unit: int, bucket: int) -> list[Stack]:
     """One stack of all micro-batches: they have one shape."""
     B = len(rows[WIDTH_COLUMN])
@@ -90,13 +103,8 @@ def _cut_by_tokens(
     stacks = []
     while len(rest):
         T = _bucketed(int(longest[rest[0] // group]), bucket, width)
+        check_micro_tokens(micro_tokens, T, unit, bucket=1)
         mb = micro_tokens // T // unit * unit
-        if mb == 0:
-            raise ValueError(
-                f"micro_tokens={micro_tokens} holds no micro-batch: the longest row takes {T} "
-                f"tokens and {unit} rows (replicas x rows that stay together) are the fewest; "
-                f"use at least {unit} x {T} = {unit * T}"
-            )
         taken, rest = rest[:mb], rest[mb:]
         micro = _narrow({k: v[taken] for k, v in rows.items()}, T, width)
         stacks.append({k: _fill(v, mb)[None] for k, v in micro.items()})

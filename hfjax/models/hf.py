@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from hfjax.models.hf_config import hf_config, model_config
 from hfjax.models.hf_names import (
@@ -285,7 +285,8 @@ def save_hf(
             value = _to_file(params, cfg, by_name[name], name, np.dtype(dtype))
             held |= {name: value} if writes else {}
         if writes:
-            save_file(held, out / f"{file}.partial", metadata={"format": "pt"})
+            # not save_file, whose files nobody but their owner may read
+            (out / f"{file}.partial").write_bytes(save(held, metadata={"format": "pt"}))
             os.replace(out / f"{file}.partial", out / file)
     if writes:
         _write_json_files(cfg, head, dtype, source, out, files)

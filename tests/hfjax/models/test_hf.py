@@ -374,6 +374,16 @@ def test_stop_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
     assert generation_stop_ids(source) == (1, 9)
 
 
+def test_others_may_read_an_exported_model(tmp_path: Path) -> None:
+    source = write_tiny_hf(tmp_path / "source")
+    cfg, params = _load(source)
+    save_hf(params, cfg, "lm", source, tmp_path / "out")
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert {mode for name, mode in modes.items()} == {plain.stat().st_mode}, modes
+
+
 def test_models_are_found_by_name_or_path(tmp_path: Path) -> None:
     source = write_tiny_hf(tmp_path)
     assert resolve_model(str(source)) == source
