@@ -29,6 +29,7 @@ from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay
 from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.passes import Compute, Passes
+from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import LossFn, Trainer, TrainState
@@ -36,22 +37,24 @@ from hfjax.metrics import finalize, merge
 from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
 from hfjax.tokenizer import load_tokenizer
-from meshes.layouts import Layout, check, generate_layout, shardings, train_layout
+from meshes.layouts import Layout, check, generate_layout, state_layout, train_layout
 from meshes.mesh import MeshShape, make_mesh
 
 WIDTH_BUCKET = 32  # rows of an update are trimmed to a multiple of this many tokens
 
 
-def plan_model(shape: MeshShape, model: str, head: Head) -> tuple[ModelConfig, Layout, Any, Any]:
+def plan_model(
+    shape: MeshShape, zero: int, model: str, head: Head
+) -> tuple[ModelConfig, Layout, Any, Any]:
     """Configuration, training layout, shapes and axes of a model on a mesh; no device is touched.
 
     Raises ValueError with the numbers where an axis does not divide.
     """
     config = load_config(model)
     config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
-    layout = train_layout(shape, kv_heads=config.kv_heads)
+    layout = train_layout(shape, kv_heads=config.kv_heads, zero=zero)
     shapes, axes = abstract_params(config, head, jnp.float32)
-    check(shape, layout, shapes, axes)
+    check(shape, state_layout(layout), shapes, axes)
     return config, layout, shapes, axes
 
 
@@ -77,24 +80,30 @@ class ModelRole:
         self.temperature = temperature or 1.0  # greedy rows are scored at temperature 1
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.shape = context.placement.mesh_shape
-        self.config, self.layout, self.shapes, self.axes = plan_model(self.shape, model, self.head)
+        self.zero = context.placement.zero
+        self.config, self.layout, self.shapes, self.axes = plan_model(
+            self.shape, self.zero, model, self.head
+        )
         self.mesh = make_mesh(context.devices, self.shape)
+        self.replicas = Replicas(self.mesh, self.layout, self.shapes, self.axes, compute_dtype)
         self.passes = Passes(self.mesh, self.layout, self.shape.replicas)
         self.scorer = Scorer(
             self.config,
-            self.mesh,
-            self.layout,
+            self.replicas,
             temperature=self.temperature,
-            compute_dtype=compute_dtype,
             with_entropy=self.with_entropy,
         )
-        placed = shardings(self.mesh, self.layout, self.axes)
+        placed = self.placed()
         dtype = jnp.dtype(self.dtype_of_weights or compute_dtype)
         if random:
             key = jax.random.key(seed)
             self.params = init_params(self.config, self.head, key, placed, dtype)
         else:
             self.params = load_params(model, self.config, self.head, placed, dtype)
+
+    def placed(self) -> Any:
+        """The shardings that weights are loaded into."""
+        return self.replicas.weight_shardings
 
     def forward(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
         """Host arrays of what compute(params, *columns) gives for the shard's rows."""
@@ -123,22 +132,24 @@ class TrainedRole(ModelRole):
         self.trainer = Trainer(
             self.config,
             self.head,
-            self.mesh,
-            self.layout,
-            self.axes,
+            self.replicas,
             training.optimizer,
             loss,
             columns=columns,
             temperature=self.temperature,
-            compute_dtype=training.compute_dtype,
             remat=training.remat,
             with_entropy=loss_entropy,
+            zero=self.zero,
         )
         self.set_state(self.trainer.init_state(self.params))
 
+    def placed(self) -> Any:
+        """The shardings of the float32 master weights."""
+        return self.replicas.state_shardings
+
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state."""
-        self.train_state, self.params = state, state.params
+        self.train_state, self.params = state, self.replicas.weights(state.params)
 
     def update(self, shard: Shard, prefix: str) -> Answer:
         """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""
@@ -173,7 +184,7 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def export(self, *, directory: str) -> None:
         """Writes the weights as a Hugging Face directory."""
-        save_hf(self.params, self.config, self.head, self.model, directory)
+        save_hf(self.train_state.params, self.config, self.head, self.model, directory)
         if self.model.endswith(".gguf") and jax.process_index() == 0:
             load_tokenizer(self.model).save(directory)
 
@@ -348,7 +359,9 @@ def role_class(builder: partial[Any]) -> type:
     return builder.func
 
 
-def check_model(builder: partial[Any], shape: MeshShape, tokens: int, highest_id: int) -> None:
+def check_model(
+    builder: partial[Any], shape: MeshShape, zero: int, tokens: int, highest_id: int
+) -> None:
     """Refuses, before a process starts, what a model cannot take.
 
     A mesh that does not divide it, rows longer than its positions, ids outside its vocabulary.
@@ -357,7 +370,7 @@ def check_model(builder: partial[Any], shape: MeshShape, tokens: int, highest_id
     if not issubclass(role, ModelRole):
         return
     model = builder.keywords["model"]
-    config, *_ = plan_model(shape, model, role.head)
+    config, *_ = plan_model(shape, zero, model, role.head)
     if highest_id >= config.vocab:
         raise ValueError(
             f"token id {highest_id} (of the data, or that the actor can generate) is outside the "

@@ -128,7 +128,8 @@ class Run:
         for role, builder in builders.items():
             if role in self.placement.roles:
                 self._check_micro(role, tokens)
-                check_model(builder, self.placement.roles[role].mesh_shape, tokens, highest_id)
+                placed = self.placement.roles[role]
+                check_model(builder, placed.mesh_shape, placed.zero, tokens, highest_id)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
         about = {"algorithm": name, "model": self.model}

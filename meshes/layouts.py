@@ -34,6 +34,8 @@ NORM = "norm"
 BATCH = "batch"
 LOGICAL = (LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, NORM, BATCH)
 
+ZERO = (1, 2, 3)  # stages of ZeRO over the mesh axis `fsdp`
+
 Rule = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 
@@ -91,13 +93,19 @@ class Layout:
         return PartitionSpec(*(entry or None for entry in entries))
 
 
-def train_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
-    """3D parallel training and scoring; `fsdp` shards the model width (ZeRO-3), `data` nothing."""
+def train_layout(shape: MeshShape, *, kv_heads: int, zero: int = 3) -> Layout:
+    """3D parallel training and scoring; `data` shards the batch only, `fsdp` what `zero` says.
+
+    Stages of ZeRO (arXiv 1910.02054 §5): 1 the optimizer's state, 2 the gradients too, 3 the
+    weights too, which is FSDP. This is the layout of the weights; state_layout gives the state's.
+    """
+    if zero not in ZERO:
+        raise ValueError(f"zero = {zero}: stages of ZeRO are {either(ZERO)}")
     return Layout(
         "train",
         {
             LAYERS: (PIPE, PIPE_MICRO),
-            EMBED: FSDP,
+            EMBED: FSDP if zero == 3 else None,
             HEADS: (TENSOR, TENSOR_MICRO),
             KV_HEADS: _kv_axes((TENSOR, TENSOR_MICRO), shape, kv_heads),
             HEAD_DIM: None,
@@ -107,6 +115,11 @@ def train_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
             BATCH: (DATA, FSDP),
         },
     )
+
+
+def state_layout(weights: Layout) -> Layout:
+    """Where master weights, moments and reduced gradients lie, for any stage of ZeRO."""
+    return Layout(f"{weights.name} state", {**weights.rules, EMBED: FSDP})
 
 
 def generate_layout(shape: MeshShape, *, kv_heads: int) -> Layout:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshes.layouts import divisors, either, refusals
+from meshes.layouts import ZERO, divisors, either, refusals
 from meshes.mesh import DATA, FSDP, PIPE, TENSOR, MeshShape
 
 PRESETS = Path(__file__).parent / "presets"
 RELAYS = ("hybrid",)  # how weights move from training to generation
 
 POOL_KEYS = ("devices", "processes")
-ROLE_KEYS = ("pool", "train", "infer", "generate", "relay", "offload")
+ROLE_KEYS = ("pool", "train", "infer", "generate", "zero", "relay", "offload")
 MESH_KEYS = (DATA, FSDP, PIPE, TENSOR)
 GENERATE_KEYS = (PIPE, TENSOR)
 
@@ -55,6 +55,7 @@ class RolePlacement:
     train: MeshShape | None = None
     infer: MeshShape | None = None
     generate: MeshShape | None = None
+    zero: int = 3  # what `fsdp` shards: 1 optimizer state, 2 and gradients, 3 and weights
     relay: str = "hybrid"
     offload: bool = False
 
@@ -92,6 +93,8 @@ class RolePlacement:
                 "is updated, infer = { data = 2 } if it only computes"
             )
             return
+        if type(self.zero) is not int or self.zero not in ZERO:
+            yield f"zero = {_toml(self.zero)}: stages of ZeRO over fsdp are {either(ZERO)}"
         if self.relay not in RELAYS:
             yield f"relay = {self.relay!r} is unknown; use {either(map(repr, RELAYS))}"
         if self.offload is not False:
@@ -201,6 +204,7 @@ class Placement:
             if role.generate:
                 sizes = {key: getattr(role.generate, key) for key in GENERATE_KEYS}
                 lines.append(f"generate = {_toml(sizes)}")
+            lines += [f"zero = {role.zero}"] if role.base.fsdp > 1 else []
             lines += [f"relay = {_toml(role.relay)}", f"offload = {_toml(role.offload)}", ""]
         return "\n".join(lines)
 

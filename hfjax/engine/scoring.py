@@ -7,19 +7,20 @@ it disagree by rounding only. Every per-token result is aligned with the token i
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 
+from hfjax.engine.replicas import Replicas
 from hfjax.models.llama import (
-    Constrain,
+    PLAIN,
     ModelConfig,
     Params,
+    Run,
     hidden_states,
     lm_logits,
     scalar_head,
-    unconstrained,
 )
 from hfjax.rl import entropy
-from meshes.layouts import Layout, batch_sharding
+
+SCALAR_HEAD = ("value_head", "value_bias")
 
 
 def log_softmax_at(
@@ -43,28 +44,36 @@ def score_tokens(
     chunk: int = 128,
     remat: str = "none",
     with_entropy: bool = True,
-    constrain: Constrain = unconstrained,
+    run: Run = PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """(log_probs_BT, entropy_BT) of each token given those before it, float32; column 0 is 0.0.
 
     The vocabulary exists for `chunk` positions at a time, in the backward pass too: each chunk's
     logits are computed again there. Without `with_entropy` the second array is zeros.
     """
-    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
-    next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
 
-    @jax.checkpoint
-    def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_BcV = lm_logits(cfg, params, x_BcD, constrain=constrain)
-        logp_Bc = log_softmax_at(logits_BcV, tokens_Bc, temperature)
-        if not with_entropy:
-            return logp_Bc, jnp.zeros_like(logp_Bc)
-        return logp_Bc, entropy(logits_BcV / temperature)
+    def score(x_BTD: jax.Array, tokens_BT: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+        @jax.checkpoint
+        def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits_BcV = lm_logits(cfg, w, x_BcD, constrain=run.constrain)
+            logp_Bc = log_softmax_at(logits_BcV, tokens_Bc, temperature)
+            if not with_entropy:
+                return logp_Bc, jnp.zeros_like(logp_Bc)
+            return logp_Bc, entropy(logits_BcV / temperature)
 
-    chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
-    _, (logp_CBc, entropy_CBc) = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)
-    T = tokens_BT.shape[1]
-    return _to_scored_token(_join(logp_CBc, T)), _to_scored_token(_join(entropy_CBc, T))
+        next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
+        chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
+        _, (logp_CBc, entropy_CBc) = jax.lax.scan(
+            lambda _, c: (None, score_chunk(*c)), None, chunks
+        )
+        T = tokens_BT.shape[1]
+        return _to_scored_token(_join(logp_CBc, T)), _to_scored_token(_join(entropy_CBc, T))
+
+    tokens = run.rows(tokens_BT)
+    x = hidden_states(cfg, params, tokens, remat=remat, run=run)
+    w = run.weights(_pick(params, ("embed",) if cfg.tied else ("lm_head",)))
+    logp, entropies = run.each(score)(x, tokens, w)
+    return run.merge(logp), run.merge(entropies)
 
 
 def values_of(
@@ -73,11 +82,15 @@ def values_of(
     tokens_BT: jax.Array,
     *,
     remat: str = "none",
-    constrain: Constrain = unconstrained,
+    run: Run = PLAIN,
 ) -> jax.Array:
     """values_BT, column t the value BEFORE token t (read after token t-1); column 0 is 0.0."""
-    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
-    return _to_scored_token(scalar_head(params, x_BTD))
+
+    def value(x_BTD: jax.Array, w: Params) -> jax.Array:
+        return _to_scored_token(scalar_head(w, x_BTD))
+
+    x = hidden_states(cfg, params, run.rows(tokens_BT), remat=remat, run=run)
+    return run.merge(run.each(value)(x, run.weights(_pick(params, SCALAR_HEAD))))
 
 
 def scores_at_end(
@@ -87,63 +100,51 @@ def scores_at_end(
     length_B: jax.Array,
     *,
     remat: str = "none",
-    constrain: Constrain = unconstrained,
+    run: Run = PLAIN,
 ) -> jax.Array:
     """scores_B, the score head after each row's last token; a row of length 0 reads token 0."""
-    x_BTD = hidden_states(cfg, params, tokens_BT, remat=remat, constrain=constrain)
-    last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
-    x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
-    return scalar_head(params, x_B1D[:, 0])
+
+    def score(x_BTD: jax.Array, length_B: jax.Array, w: Params) -> jax.Array:
+        last_B11 = jnp.maximum(length_B - 1, 0)[:, None, None]
+        x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
+        return scalar_head(w, x_B1D[:, 0])
+
+    x = hidden_states(cfg, params, run.rows(tokens_BT), remat=remat, run=run)
+    w = run.weights(_pick(params, SCALAR_HEAD))
+    return run.merge(run.each(score)(x, run.rows(length_B), w))
 
 
-def make_constrain(mesh: Mesh, layout: Layout) -> Constrain:
-    """Lays activations out by their logical axes, for the `constrain` of the functions above."""
-
-    def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, layout.spec(axes)))
-
-    return constrain
-
-
-def cast(params: Params, dtype: str) -> Params:
-    """Parameters in the compute dtype."""
-    return jax.tree.map(lambda p: p.astype(dtype), params)
+def _pick(params: Params, names: tuple[str, ...]) -> Params:
+    return {name: params[name] for name in names if name in params}
 
 
 class Scorer:
-    """Compiled forward passes over (rows, T) arrays that lie in one layout.
+    """Compiled forward passes over (rows, T) arrays, with weights as `replicas` holds them.
 
-    Rows are a multiple of the layout's replicas. Parameters are cast to `compute_dtype` inside,
-    as the trainer does: a policy scored and trained in one dtype has ratio 1 before its update.
+    Rows are a multiple of the replicas. Computation is that of the trainer: a policy scored and
+    trained in one dtype has ratio 1 before its update.
     """
 
     def __init__(
         self,
         cfg: ModelConfig,
-        mesh: Mesh,
-        layout: Layout,
+        replicas: Replicas,
         *,
         temperature: float = 1.0,
-        compute_dtype: str = "float32",
         chunk: int = 128,
         with_entropy: bool = True,
     ) -> None:
-        constrain, rows = make_constrain(mesh, layout), batch_sharding(mesh, layout)
+        run, rows = replicas.run(), replicas.row_sharding
 
-        def log_probs(params: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return score_tokens(
-                *(cfg, cast(params, compute_dtype), tokens_BT, temperature),
-                chunk=chunk,
-                with_entropy=with_entropy,
-                constrain=constrain,
-            )
+        def log_probs(weights: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            options = {"chunk": chunk, "with_entropy": with_entropy, "run": run}
+            return score_tokens(cfg, replicas.stack(weights), tokens_BT, temperature, **options)
 
-        def values(params: Params, tokens_BT: jax.Array) -> jax.Array:
-            return values_of(cfg, cast(params, compute_dtype), tokens_BT, constrain=constrain)
+        def values(weights: Params, tokens_BT: jax.Array) -> jax.Array:
+            return values_of(cfg, replicas.stack(weights), tokens_BT, run=run)
 
-        def scores(params: Params, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
-            params = cast(params, compute_dtype)
-            return scores_at_end(cfg, params, tokens_BT, length_B, constrain=constrain)
+        def scores(weights: Params, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
+            return scores_at_end(cfg, replicas.stack(weights), tokens_BT, length_B, run=run)
 
         self.log_probs = jax.jit(log_probs, out_shardings=rows)  # (log_probs_BT, entropy_BT)
         self.values = jax.jit(values, out_shardings=rows)  # values_BT

@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from hfjax.engine.microbatch import Stack, place_rows
-from hfjax.engine.scoring import cast, make_constrain, score_tokens, scores_at_end, values_of
+from hfjax.engine.replicas import Replicas
+from hfjax.engine.scoring import score_tokens, scores_at_end, values_of
 from hfjax.metrics import Max, Mean, Metric, Min, Total, merge
 from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
 from hfjax.rl import Denominators
-from meshes.layouts import Layout, check, replicated, shardings
+from meshes.layouts import replicated
 
 log = logging.getLogger(__name__)
 
@@ -123,27 +124,26 @@ class Trainer:
         self,
         cfg: ModelConfig,
         head: Head,
-        mesh: Mesh,
-        layout: Layout,
-        axes: Any,
+        replicas: Replicas,
         optimizer: OptimizerConfig,
         loss: LossFn,
         *,
         columns: Sequence[str] = (),
         temperature: float = 1.0,
-        compute_dtype: str = "float32",
         remat: str = "none",
         chunk: int = 128,
         with_entropy: bool = False,
+        zero: int = 3,
     ) -> None:
+        """`zero` 1 adds up whole gradients and reduces them once; 2, 3 reduce each micro-batch."""
         optimizer.require_end()
         needed = ("input_ids", "response_mask") + (("length",) if head == "score" else ())
         self.columns = tuple(dict.fromkeys((*needed, *columns)))
+        self.replicas = replicas
         self.optimizer, self._loss = optimizer, loss
         self._tx = self.optimizer.transform()
-        options = {"remat": remat, "constrain": make_constrain(mesh, layout)}
+        options = {"remat": remat, "run": replicas.run()}
         lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
-        self._dtype = compute_dtype
         self._forward: Callable[[Params, Micro], Outputs] = {
             "lm": lambda params, micro: Outputs(
                 *score_tokens(cfg, params, micro["input_ids"], **lm, **options)
@@ -155,28 +155,27 @@ class Trainer:
                 scores_B=scores_at_end(cfg, params, micro["input_ids"], micro["length"], **options)
             ),
         }[head]
-        self._place = partial(place_rows, mesh, layout, axis=1)
-
+        self._place = partial(place_rows, replicas.mesh, replicas.layout, axis=1)
+        self._scatters = zero > 1
         shapes, _ = abstract_params(cfg, head, jnp.float32)
-        check(mesh, layout, shapes, axes)
-        self._param_shardings = shardings(mesh, layout, axes)
-        self._abstract = self._abstract_state(shapes, replicated(mesh))
-        self._compile(replicated(mesh))
+        alone = replicated(replicas.mesh)
+        self._abstract = self._abstract_state(shapes, alone)
+        self._compile(alone)
 
     def _abstract_state(self, shapes: Any, alone: NamedSharding) -> TrainState:
         """Moments lie where their parameters lie; counters on every device."""
-        tx = self._tx
+        tx, placed = self._tx, self.replicas.state_shardings
         opt_shapes = jax.eval_shape(tx.init, shapes)
         opt_shardings = optax.tree_utils.tree_map_params(
             tx,
             lambda _, sharding: sharding,
             opt_shapes,
-            self._param_shardings,
+            placed,
             transform_non_params=lambda _: alone,
         )
         counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=alone)
         return TrainState(
-            params=_with_shardings(shapes, self._param_shardings),
+            params=_with_shardings(shapes, placed),
             opt_state=_with_shardings(opt_shapes, opt_shardings),
             updates=counter,
             skipped=counter,
@@ -184,23 +183,34 @@ class Trainer:
 
     def _compile(self, alone: NamedSharding) -> None:
         state = jax.tree.map(lambda leaf: leaf.sharding, self._abstract)
-        grads = self._param_shardings
+        sums = self.replicas.gradient_shardings(scattered=self._scatters)
         # without out_shardings the moments would all lie on one device; nothing is donated: the
         # parameters become the state's own
         self._init = jax.jit(
             lambda params: (self._tx.init(params), jnp.int32(0), jnp.int32(0)),
             out_shardings=(state.opt_state, alone, alone),
         )
-        self._zeros = jax.jit(
-            lambda: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._abstract.params),
-            out_shardings=grads,
-        )
-        # donated: the gradient sum so far; parameters are read
+        self._zeros = jax.jit(self._zero_sums, out_shardings=sums)
+        # donated: the gradient sum so far; weights are read
         self._accumulate = jax.jit(
-            self._add_micros, donate_argnums=1, out_shardings=(grads, alone, alone)
+            self._add_micros, donate_argnums=1, out_shardings=(sums, alone, alone)
         )
+        # not donated: reduced gradients are smaller than the sums, no buffer could be reused
+        reduce = partial(self.replicas.reduce, scattered=self._scatters)
+        self._reduce = jax.jit(reduce, out_shardings=state.params)
         # donated: the state; every leaf of the new one takes the place of the old
         self._apply = jax.jit(self._apply_grads, donate_argnums=0, out_shardings=(state, alone))
+
+    def _zero_sums(self) -> Params:
+        return jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.float32),
+            jax.eval_shape(self._gradient_sums, self._abstract.params),
+        )
+
+    def _gradient_sums(self, weights: Params) -> Params:
+        """Weights, or their gradients, as gradients are added up."""
+        stacked = self.replicas.stack(weights)
+        return self.replicas.scatter(stacked) if self._scatters else stacked
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
@@ -211,7 +221,7 @@ class Trainer:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = f"dtype of parameter {jax.tree_util.keystr(path)}"
             _require(leaf.dtype == jnp.float32, name, leaf.dtype, "be float32 (master weights)")
-        params = jax.device_put(params, self._param_shardings)
+        params = jax.device_put(params, self.replicas.state_shardings)
         opt_state, updates, skipped = self._init(params)
         return TrainState(params=params, opt_state=opt_state, updates=updates, skipped=skipped)
 
@@ -232,15 +242,15 @@ class Trainer:
     def gradients(
         self, params: Params, micros: Sequence[Stack]
     ) -> tuple[jax.Array, Params, Metrics]:
-        """Loss, float32 gradients and the loss's metrics of one mini-batch."""
-        counts = _counts(micros)
-        grads, losses, metrics = self._zeros(), [], dict[str, Metric]()
+        """Loss, float32 gradients (as the state lies) and the loss's metrics of one mini-batch."""
+        counts, weights = _counts(micros), self.replicas.weights(params)
+        sums, losses, metrics = self._zeros(), [], dict[str, Metric]()
         for stack in micros:
             placed = {name: self._place(self._column(stack, name)) for name in self.columns}
-            grads, loss, more = self._accumulate(params, grads, placed, *counts)
+            sums, loss, more = self._accumulate(weights, sums, placed, *counts)
             losses.append(loss)
             metrics = merge(metrics, more)
-        return sum(losses[1:], start=losses[0]), grads, metrics
+        return sum(losses[1:], start=losses[0]), self._reduce(sums), metrics
 
     def _column(self, stack: Stack, name: str) -> np.ndarray:
         if name not in stack:
@@ -249,28 +259,27 @@ class Trainer:
 
     def _add_micros(
         self,
-        params: Params,
-        grads: Params,
+        weights: Params,
+        sums: Params,
         micros: Micro,
         tokens: jax.Array,
         sequences: jax.Array,
     ) -> tuple[Params, jax.Array, Metrics]:
-        """`grads` plus those of M micro-batches, one after another; their loss and metrics."""
+        """`sums` plus the gradients of M micro-batches, one after another; loss and metrics."""
         denominators = Denominators(tokens, sequences)
+        stacked = self.replicas.stack(weights)
 
-        def loss_of(params: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
-            # cast once a micro-batch; the gradient comes back through the cast in float32
-            outputs = self._forward(cast(params, self._dtype), micro)
-            return self._loss(outputs, micro, denominators)
+        def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
+            return self._loss(self._forward(stacked, micro), micro, denominators)
 
-        def add(grads: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
-            (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(params, micro)
-            # the sum stays sharded like the parameters inside the loop too
-            more = jax.lax.with_sharding_constraint(more, self._param_shardings)
-            return jax.tree.map(jnp.add, grads, more), (loss, dict(metrics))
+        def add(sums: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
+            (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(stacked, micro)
+            more = jax.tree.map(lambda g: g.astype(jnp.float32), more)
+            more = self.replicas.scatter(more) if self._scatters else more
+            return jax.tree.map(jnp.add, sums, more), (loss, dict(metrics))
 
-        grads, (loss_M, metrics_M) = jax.lax.scan(add, grads, micros)
-        return grads, loss_M.sum(), {name: _over_micros(m) for name, m in metrics_M.items()}
+        sums, (loss_M, metrics_M) = jax.lax.scan(add, sums, micros)
+        return sums, loss_M.sum(), {name: _over_micros(m) for name, m in metrics_M.items()}
 
     def _apply_grads(
         self, state: TrainState, grads: Params, loss: jax.Array, tokens: jax.Array

@@ -30,6 +30,7 @@ from hfjax.models.attention import (
 from hfjax.models.rope import RopeScaling, rotate, sin_cos
 from meshes.layouts import BATCH, VOCAB
 
+GATHER = "custom_vjp_call"  # the primitive that a Run's `weights` shows where they are gathered
 INIT_STDDEV = 0.02  # Hugging Face's initializer_range
 
 Head = Literal["lm", "value", "score"]
@@ -200,37 +201,80 @@ def unconstrained(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return x
 
 
+def as_it_is(x: Any) -> Any:
+    """The default of a Run's functions."""
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a forward pass runs on a mesh; by default the compiler decides (hfjax.engine.replicas).
+
+    With stacked weights the rows are (R, B/R, ...), R replicas, and `each` maps over them.
+    """
+
+    rows: Callable[[jax.Array], jax.Array] = as_it_is  # (B, ...) to those of each replica
+    each: Callable[[Callable], Callable] = as_it_is  # maps a function over the replicas
+    merge: Callable[[jax.Array], jax.Array] = as_it_is  # undoes `rows`
+    weights: Callable[[Params], Params] = as_it_is  # of one layer, ready to compute with
+    gathers: bool = False  # `weights` moves them: it is done again in the backward pass
+    constrain: Constrain = unconstrained  # within `each`
+
+
+PLAIN = Run()
+
+
 def hidden_states(
     cfg: ModelConfig,
     params: Params,
     tokens_BT: jax.Array,
     *,
     remat: str = "none",
-    constrain: Constrain = unconstrained,
+    run: Run = PLAIN,
 ) -> jax.Array:
-    """Final-normed hidden states x_BTD, causal from index 0."""
+    """Final-normed hidden states x_BTD, causal from index 0; rows and result are those of `run`."""
+
+    def layer(x_BTD: jax.Array, w: Params) -> jax.Array:
+        x_BTD, _ = block(cfg, w, x_BTD, turn, attend_causal)
+        return run.constrain(x_BTD, RESIDUAL)
 
     def body(x_BTD: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        x_BTD, _ = block(cfg, w, x_BTD, turn, attend_causal)
-        return constrain(x_BTD, RESIDUAL), None
+        return run.each(layer)(x_BTD, run.weights(w)), None
 
-    turn = _rotation(cfg, jnp.arange(tokens_BT.shape[1])[None])
-    x_BTD = constrain(embed_tokens(params, tokens_BT), RESIDUAL)
-    x_BTD, _ = jax.lax.scan(rematerialised(body, remat), x_BTD, params["layers"])
-    return rms_norm(x_BTD, params["final_norm"], cfg.norm_eps)
+    def embedded(tokens_BT: jax.Array, w: Params) -> jax.Array:
+        return run.constrain(embed_tokens(w, tokens_BT), RESIDUAL)
+
+    def normed(x_BTD: jax.Array, w: Params) -> jax.Array:
+        return rms_norm(x_BTD, w["final_norm"], cfg.norm_eps)
+
+    turn = _rotation(cfg, jnp.arange(tokens_BT.shape[-1])[None])
+    x_BTD = run.each(embedded)(tokens_BT, run.weights({"embed": params["embed"]}))
+    x_BTD, _ = jax.lax.scan(rematerialised(body, remat, run), x_BTD, params["layers"])
+    return run.each(normed)(x_BTD, run.weights({"final_norm": params["final_norm"]}))
 
 
-def rematerialised(body: Callable, remat: str) -> Callable:
-    """The scanned block saving all ('none'), matmuls with weights ('dots') or nothing ('layer')."""
-    policies = jax.checkpoint_policies
-    if remat == "none":
+def rematerialised(body: Callable, remat: str, run: Run = PLAIN) -> Callable:
+    """The scanned block saving all ('none'), matmuls with weights ('dots') or nothing ('layer').
+
+    Gathered weights are never saved.
+    """
+    stacked = int(run.each is not as_it_is)  # the stack's axis is a batch dimension of every matmul
+
+    def everything(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name != GATHER
+
+    def dots(primitive: Any, *_: Any, **parameters: Any) -> bool:
+        if primitive.name != "dot_general":
+            return False
+        _, (batch, _) = parameters["dimension_numbers"]
+        return len(batch) <= stacked
+
+    if remat == "none" and not run.gathers:
         return body
-    if remat == "layer":
-        return jax.checkpoint(body, policy=policies.nothing_saveable, prevent_cse=False)
-    if remat == "dots":
-        policy = policies.dots_with_no_batch_dims_saveable
-        return jax.checkpoint(body, policy=policy, prevent_cse=False)
-    raise ValueError(f"remat={remat!r} is unknown; use 'none', 'dots' or 'layer'")
+    policies = {"none": everything, "dots": dots, "layer": None}
+    if remat not in policies:
+        raise ValueError(f"remat={remat!r} is unknown; use 'none', 'dots' or 'layer'")
+    return jax.checkpoint(body, policy=policies[remat], prevent_cse=False)
 
 
 def lm_logits(

@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfjax.engine.replicas import Replicas
 from hfjax.engine.train import OptimizerConfig, Trainer
 from hfjax.metrics import Max, Mean, Min, Total
 from hfjax.models.llama import ModelConfig, abstract_params
 from hfjax.rl import aggregate
-from meshes.layouts import shardings, train_layout
+from meshes.layouts import train_layout
 from meshes.mesh import MeshShape, make_mesh
 
 CFG = ModelConfig(
@@ -61,16 +62,22 @@ def lut_params(head="lm", **leaves):
     return params | {"embed": np.eye(16, dtype=np.float32)} | leaves
 
 
+def replicas_of(shape, head="lm", cfg=CFG, *, dtype="float32", zero=3):
+    mesh, _ = lay_out(shape, cfg)
+    layout = train_layout(shape, kv_heads=cfg.kv_heads, zero=zero)
+    return Replicas(mesh, layout, *abstract_params(cfg, head), dtype)
+
+
 def place_params(params, shape, head="lm", cfg=CFG):
-    mesh, layout = lay_out(shape, cfg)
-    return jax.device_put(params, shardings(mesh, layout, abstract_params(cfg, head)[1]))
+    return jax.device_put(params, replicas_of(shape, head, cfg).state_shardings)
 
 
-def make_trainer(loss, shape, *, head="lm", cfg=CFG, optimizer=None, **options):
-    mesh, layout = lay_out(shape, cfg)
-    axes = abstract_params(cfg, head)[1]
+def make_trainer(
+    loss, shape, *, head="lm", cfg=CFG, optimizer=None, compute_dtype="float32", zero=3, **options
+):
+    replicas = replicas_of(shape, head, cfg, dtype=compute_dtype, zero=zero)
     optimizer = optimizer or OptimizerConfig(lr=1e-2)
-    return Trainer(cfg, head, mesh, layout, axes, optimizer, loss, **options)
+    return Trainer(cfg, head, replicas, optimizer, loss, zero=zero, **options)
 
 
 def make_batch(rows=8, width=20, seed=1, vocab=CFG.vocab):

@@ -21,6 +21,7 @@ from hfjax.engine.scoring import (
 from hfjax.models.llama import hidden_states, lm_logits
 from tests.hfjax.engine.cases import (
     CFG,
+    LOSSES,
     LUT,
     SHAPES,
     assert_close,
@@ -29,6 +30,7 @@ from tests.hfjax.engine.cases import (
     lut_params,
     make_batch,
     place_params,
+    replicas_of,
 )
 
 
@@ -199,15 +201,17 @@ def expected_scores(params, tokens_BT, length_B):
 def test_scores_do_not_depend_on_the_layout(name):
     shape, batch = SHAPES[name], make_batch()
     mesh, layout = lay_out(shape)
-    scorer = Scorer(CFG, mesh, layout, temperature=0.8, chunk=6)
+    scorers = {
+        head: Scorer(CFG, replicas_of(shape, head), temperature=0.8, chunk=6) for head in LOSSES
+    }
     tokens_BT, length_B = (place_rows(mesh, layout, batch[k]) for k in ("input_ids", "length"))
     params = {head: host_params(head=head) for head in ("lm", "value", "score")}
     placed = {head: place_params(p, shape, head) for head, p in params.items()}
-    logp_BT, entropy_BT = scorer.log_probs(placed["lm"], tokens_BT)
+    logp_BT, entropy_BT = scorers["lm"].log_probs(placed["lm"], tokens_BT)
     results = {
         "lm": (logp_BT, entropy_BT),
-        "value": scorer.values(placed["value"], tokens_BT),
-        "score": scorer.scores(placed["score"], tokens_BT, length_B),
+        "value": scorers["value"].values(placed["value"], tokens_BT),
+        "score": scorers["score"].scores(placed["score"], tokens_BT, length_B),
     }
     assert_close(results, expected_scores(params, batch["input_ids"], batch["length"]))
     assert len(logp_BT.sharding.device_set) == shape.devices
@@ -219,7 +223,7 @@ def test_scoring_collects_no_vocabulary():
     shape = SHAPES["data 2 x tensor 4"]
     mesh, layout = lay_out(shape)
     tokens_BT = place_rows(mesh, layout, make_batch()["input_ids"])
-    scorer = Scorer(CFG, mesh, layout, chunk=5)
+    scorer = Scorer(CFG, replicas_of(shape), chunk=5)
     text = scorer.log_probs.lower(place_params(host_params(), shape), tokens_BT).compile().as_text()
     gathers = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     assert not [g for g in gathers if str(CFG.vocab) in g.split(",")], gathers

@@ -217,17 +217,23 @@ def test_ratio_is_one_before_any_update(compute_dtype):
     """Learning rate 0, 2 epochs of 4 mini-batches, old log-probs from the whole batch at once."""
     batch = make_batch(rows=16, vocab=LUT.vocab)
     mesh, layout = lay_out(ONE, LUT)
-    options = {"compute_dtype": compute_dtype, "temperature": 0.7}
+    optimizer = OptimizerConfig(lr=0.0)
     trainer = make_trainer(
-        ratio_loss, ONE, cfg=LUT, optimizer=OptimizerConfig(lr=0.0), columns=COLUMNS, **options
+        *(ratio_loss, ONE),
+        cfg=LUT,
+        optimizer=optimizer,
+        compute_dtype=compute_dtype,
+        temperature=0.7,
+        columns=COLUMNS,
     )
     state = trainer.init_state(place_params(host_params(LUT), ONE, cfg=LUT))
     before = host(state.params)
-    scorer = Scorer(LUT, mesh, layout, **options)
+    scorer = Scorer(LUT, trainer.replicas, temperature=0.7)
+    weights = trainer.replicas.weights(state.params)
     # in bf16 one micro-batch shape is promised, so the old ones are scored in it
     rows = 16 if compute_dtype == "float32" else 4
     scored = [
-        scorer.log_probs(state.params, place_rows(mesh, layout, batch["input_ids"][i : i + rows]))
+        scorer.log_probs(weights, place_rows(mesh, layout, batch["input_ids"][i : i + rows]))
         for i in range(0, 16, rows)
     ]
     batch["old_log_probs"] = np.concatenate([np.asarray(logp) for logp, _ in scored])
