@@ -175,19 +175,10 @@ def check(mesh: Mesh | MeshShape, layout: Layout, shapes_tree: Any, axes_tree: A
     sizes = _logical_sizes(shapes_tree, axes_tree)
     for logical in sizes:
         layout.mesh_axes(logical)  # an unknown axis is refused before anything is counted
-    problems = refusals(shape) + _indivisible(shape, layout, sizes)
+    problems = _indivisible(shape, layout, sizes)
     if problems:
         raise ValueError(f"layout {layout.name!r} on mesh {shape}: " + "; ".join(problems))
     _warn_replicated_kv(shape, layout, sizes)
-
-
-def refusals(shape: MeshShape) -> list[str]:
-    """Mesh shapes that no engine runs yet, as messages."""
-    stages = shape.pipe * shape.pipe_micro
-    if stages > 1:
-        # A scan over layers sharded on `pipe` is layer-wise FSDP: correct, but no pipeline.
-        return [f"pipe={stages}: pipelined training is not available yet; use pipe = 1"]
-    return []
 
 
 def _kv_axes(candidates: tuple[str, ...], shape: MeshShape, kv_heads: int) -> tuple[str, ...]:

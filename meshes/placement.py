@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshes.layouts import ZERO, divisors, either, refusals
+from meshes.layouts import ZERO, divisors, either
 from meshes.mesh import DATA, FSDP, PIPE, TENSOR, MeshShape
 
 PRESETS = Path(__file__).parent / "presets"
@@ -100,7 +100,8 @@ class RolePlacement:
         if self.offload is not False:
             yield f"offload = {_toml(self.offload)} is not supported yet; use offload = false"
         base, where = self.base, "train" if self.train else "infer"
-        yield from (f"{where}: {problem}" for problem in refusals(base))
+        if base.pipe > 1 and base.fsdp > 1 and self.zero == 2:
+            yield "zero = 2 with pipe: a pipeline adds its gradients up first; use zero = 1 or 3"
         for key in GENERATE_KEYS if self.generate else ():
             whole, kept = getattr(base, key), getattr(self.generate, key)
             if whole % kept:

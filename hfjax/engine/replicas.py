@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hfjax.engine.pipeline import STAGES, Body, pipeline, stages_of
 from hfjax.models.llama import Params, Run
 from meshes.layouts import (
     BATCH,
@@ -29,7 +30,7 @@ from meshes.layouts import (
     shardings,
     state_layout,
 )
-from meshes.mesh import DATA, FSDP
+from meshes.mesh import AXES, DATA, FSDP
 
 OVER = (DATA, FSDP)  # mesh axes of the replicas, outer to inner
 
@@ -43,6 +44,7 @@ class _Leaf:
     stacked: PartitionSpec  # the weight, with the stack's axis
     scattered: PartitionSpec  # the state, with a stack over `data`
     at: int  # position of the stack's axis: after `layers`, which are scanned
+    across: tuple[str, ...]  # the stages, where the stack is over them too
     gathered: bool  # fsdp shards the weight itself (ZeRO-3)
     shard: int | None  # dimension that fsdp shards in the state, the stack's axis counted
 
@@ -62,7 +64,10 @@ class Replicas:
         self.row_sharding = batch_sharding(mesh, layout)
         self.weight_shardings = shardings(mesh, layout, axes)
         self.state_shardings = shardings(mesh, state, axes)
-        self._leaves = jax.tree.map(partial(_leaf, layout, state), axes, is_leaf=is_axes)
+        self.stages = stages_of(mesh)
+        across = STAGES if self.stages > 1 else ()
+        self._over = (*OVER, *across)
+        self._leaves = jax.tree.map(partial(_leaf, layout, state, across), axes, is_leaf=is_axes)
         flat = jax.tree_util.tree_leaves_with_path(self._leaves)
         self._by_name: dict[str, _Leaf] = {path[-1].key: leaf for path, leaf in flat}
         self.gathers = any(leaf.gathered for leaf in self._by_name.values())
@@ -79,16 +84,62 @@ class Replicas:
         """
         return params if self._same else self._as_weights(params)
 
-    def run(self) -> Run:
-        """How the model's forward pass runs, over stacked weights."""
+    def run(self, rows: int, micros: int = 1) -> Run:
+        """How the model's forward pass of `rows` rows runs, over stacked weights.
+
+        Pipelined, the rows of each replica are `micros` micro-batches, one after another. Outside
+        of the layers they are spread over the stages: each embeds its part, and computes its part
+        of the logits.
+        """
+        mine = rows // self.count
+
+        def split(x_B: jax.Array) -> jax.Array:
+            """(B, ...) -> (R p, c, ...), c rows for each stage of each replica."""
+            x_Rb = _filled(x_B.reshape(self.count, mine, *x_B.shape[1:]), self.stages)
+            x_Nc = x_Rb.reshape(self.count * self.stages, -1, *x_B.shape[1:])
+            sharding = NamedSharding(self.mesh, PartitionSpec(self._over))
+            return jax.lax.with_sharding_constraint(x_Nc, sharding)
+
+        def merge(x_Nc: jax.Array) -> jax.Array:
+            x_Rb = x_Nc.reshape(self.count, -1, *x_Nc.shape[2:])
+            return x_Rb[:, :mine].reshape(rows, *x_Nc.shape[2:])
+
+        through = partial(self._through_stages, mine, micros)
         return Run(
-            each=partial(jax.vmap, spmd_axis_name=OVER),
+            rows=split,
+            each=self._each,
+            merge=merge,
             weights=self.gather,
             gathers=self.gathers,
             constrain=self._constrain,
-            rows=self._rows,
-            merge=lambda x_Rb: x_Rb.reshape(-1, *x_Rb.shape[2:]),
+            layers=through if self.stages > 1 else jax.lax.scan,
         )
+
+    def _through_stages(
+        self, rows: int, micros: int, body: Body, x_NcTD: jax.Array, layers: Params
+    ) -> tuple[jax.Array, None]:
+        """Rows from all stages to the pipeline, and from its end back to all stages."""
+        T, D = x_NcTD.shape[2:]
+        spread, copies = PartitionSpec(self._over), PartitionSpec(STAGES, None, OVER)
+
+        def enter(x_1cTD: jax.Array) -> jax.Array:
+            x_bTD = jax.lax.all_gather(x_1cTD[0], STAGES, axis=0, tiled=True)[:rows]
+            return x_bTD.reshape(1, micros, 1, rows // micros, T, D)
+
+        def leave(x_1M1bTD: jax.Array) -> jax.Array:
+            last = jax.lax.axis_index(STAGES) == self.stages - 1
+            x_1bTD = jnp.where(last, x_1M1bTD, 0.0).reshape(1, rows, T, D)
+            x_1bTD = _filled(x_1bTD, self.stages)
+            return jax.lax.psum_scatter(x_1bTD, STAGES, scatter_dimension=1, tiled=True)
+
+        x_pMRbTD = self._manual(enter, spread, copies)(x_NcTD)
+        x_pMRbTD = pipeline(self.mesh, micros, fence=self.gathers)(body, x_pMRbTD, layers)
+        return self._manual(leave, copies, spread)(x_pMRbTD), None
+
+    def _each(self, function: Callable) -> Callable:
+        """`function` for every replica; inside a stage, for every replica there."""
+        inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return jax.vmap(function, spmd_axis_name=OVER if inside else self._over)
 
     def _cast(self, params: Params) -> Params:
         cast = jax.tree.map(lambda p: p.astype(self.dtype), params)
@@ -123,9 +174,15 @@ class Replicas:
             whole = not scattered and not leaf.gathered
             x = _scatter(x, leaf) if whole else x
             over = OVER if leaf.shard is None else (DATA,)
-            return jax.lax.psum(jnp.squeeze(x, leaf.at), over)
+            return jax.lax.psum(jnp.squeeze(x, leaf.at), (*over, *leaf.across))
 
         return self._moved(local, "scattered" if scattered else "stacked", "state")(grads)
+
+    def join_micros(self, x_MB: jax.Array) -> jax.Array:
+        """(M, B, ...) -> (M * B, ...), the rows of each replica together, micro by micro."""
+        M, B = x_MB.shape[:2]
+        x_RMb = x_MB.reshape(M, self.count, B // self.count, *x_MB.shape[2:]).swapaxes(0, 1)
+        return x_RMb.reshape(M * B, *x_MB.shape[2:])
 
     def gradient_shardings(self, *, scattered: bool) -> Any:
         """Where gradients lie while they are added up."""
@@ -141,7 +198,7 @@ class Replicas:
         before = PartitionSpec(*leaf.stacked[leaf.at :])  # of one layer
         assert leaf.shard is not None
         dim = leaf.shard - leaf.at
-        after = PartitionSpec(OVER, *before[1:dim], None, *before[dim + 1 :])
+        after = PartitionSpec((*OVER, *leaf.across), *before[1:dim], None, *before[dim + 1 :])
 
         def local(x: jax.Array) -> jax.Array:
             return jax.lax.all_gather(x.astype(self.dtype), FSDP, axis=dim, tiled=True)
@@ -161,13 +218,12 @@ class Replicas:
         return gather
 
     def _constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        sharding = NamedSharding(self.mesh, self._inner.spec(axes))
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def _rows(self, x_B: jax.Array) -> jax.Array:
-        """(B, ...) -> (R, B / R, ...)."""
-        x_Rb = x_B.reshape(self.count, -1, *x_B.shape[1:])
-        return jax.lax.with_sharding_constraint(x_Rb, NamedSharding(self.mesh, PartitionSpec(OVER)))
+        """The layout of an activation within `each`."""
+        spec = self._inner.spec(axes)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return jax.lax.with_sharding_constraint(
+            x, spec if manual else NamedSharding(self.mesh, spec)
+        )
 
     def _moved(self, local: Callable[[jax.Array, _Leaf], jax.Array], a: str, b: str) -> Callable:
         """`local` on every leaf's shards, which lie as its field `a` says and go as `b` says."""
@@ -181,26 +237,39 @@ class Replicas:
         return self._manual(all_leaves, specs(a), specs(b))
 
     def _manual(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """shard_map over all axes, or over those that are left inside a pipeline's stage."""
+        outer = jax.sharding.get_abstract_mesh().manual_axes
+        where: Any = {"axis_names": set(AXES) - set(outer)} if outer else {"mesh": self.mesh}
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+            function, in_specs=(in_specs,), out_specs=out_specs, check_vma=False, **where
         )
 
 
-def _leaf(layout: Layout, state: Layout, axes: Axes) -> _Leaf:
+def _leaf(layout: Layout, state: Layout, across: tuple[str, ...], axes: Axes) -> _Leaf:
+    """`across`: the stages, where each of them works with a copy of what is not in layers."""
     weight, held = layout.spec(axes), state.spec(axes)
     at = 1 if axes[:1] == (LAYERS,) else 0
+    across = () if at else across
     gathered = any(FSDP in _names(entry) for entry in weight)
     dims = [i for i, entry in enumerate(held) if FSDP in _names(entry)]
-    over = (DATA,) if gathered else OVER
+    stack = (*((DATA,) if gathered else OVER), *across)
+    parts = (*((DATA,) if dims else OVER), *across)
     return _Leaf(
         weight=weight,
         state=held,
-        stacked=PartitionSpec(*weight[:at], over, *weight[at:]),
-        scattered=PartitionSpec(*held[:at], (DATA,) if dims else OVER, *held[at:]),
+        stacked=PartitionSpec(*weight[:at], stack, *weight[at:]),
+        scattered=PartitionSpec(*held[:at], parts, *held[at:]),
         at=at,
+        across=across,
         gathered=gathered,
         shard=dims[0] + 1 if dims else None,
     )
+
+
+def _filled(x_Rb: jax.Array, multiple: int) -> jax.Array:
+    """Rows of zeros added to those of each replica, up to a multiple."""
+    missing = -x_Rb.shape[1] % multiple
+    return jnp.pad(x_Rb, [(0, 0), (0, missing)] + [(0, 0)] * (x_Rb.ndim - 2))
 
 
 def _scatter(x: jax.Array, leaf: _Leaf) -> jax.Array:

@@ -5,6 +5,8 @@ Decoding, scoring and training all call `log_softmax_at`, so a rollout and the l
 it disagree by rounding only. Every per-token result is aligned with the token it scores.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -134,17 +136,24 @@ class Scorer:
         chunk: int = 128,
         with_entropy: bool = True,
     ) -> None:
-        run, rows = replicas.run(), replicas.row_sharding
+        rows = replicas.row_sharding
+
+        def run_of(tokens_BT: jax.Array) -> Run:
+            """Pipelined, the pass is cut into as many micro-batches as there are stages."""
+            rows = tokens_BT.shape[0]
+            return replicas.run(rows, math.gcd(replicas.stages, rows // replicas.count))
 
         def log_probs(weights: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            options = {"chunk": chunk, "with_entropy": with_entropy, "run": run}
+            options = {"chunk": chunk, "with_entropy": with_entropy, "run": run_of(tokens_BT)}
             return score_tokens(cfg, replicas.stack(weights), tokens_BT, temperature, **options)
 
         def values(weights: Params, tokens_BT: jax.Array) -> jax.Array:
-            return values_of(cfg, replicas.stack(weights), tokens_BT, run=run)
+            return values_of(cfg, replicas.stack(weights), tokens_BT, run=run_of(tokens_BT))
 
         def scores(weights: Params, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
-            return scores_at_end(cfg, replicas.stack(weights), tokens_BT, length_B, run=run)
+            return scores_at_end(
+                cfg, replicas.stack(weights), tokens_BT, length_B, run=run_of(tokens_BT)
+            )
 
         self.log_probs = jax.jit(log_probs, out_shardings=rows)  # (log_probs_BT, entropy_BT)
         self.values = jax.jit(values, out_shardings=rows)  # values_BT

@@ -142,19 +142,19 @@ class Trainer:
         self.replicas = replicas
         self.optimizer, self._loss = optimizer, loss
         self._tx = self.optimizer.transform()
-        options = {"remat": remat, "run": replicas.run()}
         lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
-        self._forward: Callable[[Params, Micro], Outputs] = {
-            "lm": lambda params, micro: Outputs(
+        self._forward: Callable[..., Outputs] = {
+            "lm": lambda params, micro, **options: Outputs(
                 *score_tokens(cfg, params, micro["input_ids"], **lm, **options)
             ),
-            "value": lambda params, micro: Outputs(
+            "value": lambda params, micro, **options: Outputs(
                 values_BT=values_of(cfg, params, micro["input_ids"], **options)
             ),
-            "score": lambda params, micro: Outputs(
+            "score": lambda params, micro, **options: Outputs(
                 scores_B=scores_at_end(cfg, params, micro["input_ids"], micro["length"], **options)
             ),
         }[head]
+        self._remat = remat
         self._place = partial(place_rows, replicas.mesh, replicas.layout, axis=1)
         self._scatters = zero > 1
         shapes, _ = abstract_params(cfg, head, jnp.float32)
@@ -267,10 +267,15 @@ class Trainer:
     ) -> tuple[Params, jax.Array, Metrics]:
         """`sums` plus the gradients of M micro-batches, one after another; loss and metrics."""
         denominators = Denominators(tokens, sequences)
-        stacked = self.replicas.stack(weights)
+        stacked, in_flight = self.replicas.stack(weights), 1
+        if self.replicas.stages > 1:  # a pipeline takes them all at once
+            in_flight = next(iter(micros.values())).shape[0]
+            micros = {name: self.replicas.join_micros(x)[None] for name, x in micros.items()}
+        rows = next(iter(micros.values())).shape[1]
+        options = {"remat": self._remat, "run": self.replicas.run(rows, in_flight)}
 
         def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
-            return self._loss(self._forward(stacked, micro), micro, denominators)
+            return self._loss(self._forward(stacked, micro, **options), micro, denominators)
 
         def add(sums: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
             (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(stacked, micro)

@@ -219,6 +219,7 @@ class Run:
     weights: Callable[[Params], Params] = as_it_is  # of one layer, ready to compute with
     gathers: bool = False  # `weights` moves them: it is done again in the backward pass
     constrain: Constrain = unconstrained  # within `each`
+    layers: Callable[..., tuple[jax.Array, Any]] = jax.lax.scan  # a body over all layers
 
 
 PLAIN = Run()
@@ -249,7 +250,7 @@ def hidden_states(
 
     turn = _rotation(cfg, jnp.arange(tokens_BT.shape[-1])[None])
     x_BTD = run.each(embedded)(tokens_BT, run.weights({"embed": params["embed"]}))
-    x_BTD, _ = jax.lax.scan(rematerialised(body, remat, run), x_BTD, params["layers"])
+    x_BTD, _ = run.layers(rematerialised(body, remat, run), x_BTD, params["layers"])
     return run.each(normed)(x_BTD, run.weights({"final_norm": params["final_norm"]}))
 
 

@@ -2,12 +2,9 @@
 """ZeRO and FSDP: gradients and updates of one device, and the collectives each stage may use."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from hfjax.engine.microbatch import cut_micros
-from hfjax.engine.train import OptimizerConfig
 from meshes.mesh import MeshShape
 from tests.hfjax.engine.cases import (
     COLUMNS,
@@ -28,6 +25,10 @@ LAYOUTS = {  # shape and stage
     "zero 1, data 2, tensor 2": (MeshShape(data=2, fsdp=2, tensor=2), 1),
     "zero 2, data 2, tensor 2": (MeshShape(data=2, fsdp=2, tensor=2), 2),
     "zero 3, data 2, tensor 2": (MeshShape(data=2, fsdp=2, tensor_micro=2), 3),
+    "pipe 2": (MeshShape(pipe=2), 3),
+    "pipe 2, tensor 2, data 2": (MeshShape(data=2, pipe_micro=2, tensor=2), 3),
+    "pipe 2, fsdp 2, tensor 2": (MeshShape(fsdp=2, pipe=2, tensor=2), 3),
+    "zero 1, pipe 2, fsdp 2": (MeshShape(fsdp=2, pipe=2), 1),
     "tensor 8 over 4 kv heads": (MeshShape(tensor=4, tensor_micro=2), 3),
 }
 OPTIONS = {"columns": COLUMNS, "chunk": 8, "with_entropy": True}
