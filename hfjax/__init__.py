@@ -14,6 +14,7 @@ PUBLIC = {
     "export_run": "hfjax.rundir",
     "load_algorithm": "hfjax.algorithm",
     "load_placement": "meshes.placement",
+    "meter": "hfjax.engine.meter",
     "method": "hfjax.controller.protocol",
     "train": "hfjax.run",
 }
