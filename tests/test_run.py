@@ -9,9 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from safetensors.numpy import load_file
 
 from algorithms import grpo, ppo, sft
 from hfjax import cli
@@ -19,12 +23,16 @@ from hfjax.algorithm import config_class
 from hfjax.batch import Batch
 from hfjax.config import from_dict, read_toml
 from hfjax.metrics import Max
+from hfjax.models.hf import load_config, load_params
+from hfjax.models.llama import hidden_states, lm_logits
 from hfjax.run import Run, train
+from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import path_table, write_lut, write_tiny_hf
+from tests.fixtures import path_table, write_lut, write_tiny_hf, write_tokenizer
 
 EOS = 2
+TOKENS_BT = np.array([[3, 4, 5, 6, 7], [8, 95, 0, 1, 2]], np.int32)
 
 
 def word_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
@@ -185,10 +193,10 @@ def test_a_bare_end_token_is_trained_away(tmp_path: Path) -> None:
 def test_each_stop_id_of_the_generation_config_and_the_tokenizers_ends_a_response(
     tmp_path: Path,
 ) -> None:
-    """generation_config says [9], the tokenizer's end token is 1: both end a response."""
+    """Both configs say [9], the tokenizer's end token alone is 1: both end a response."""
     table = path_table(3, 4, 1) + path_table(5, 6, 9)
-    model = write_lut(tmp_path / "model", table, eos=1)
-    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9]}))
+    model = write_lut(tmp_path / "model", table, eos=[9])
+    write_tokenizer(model, 16, eos=1)
     algorithm, batches = watched(grpo)
     (record,) = records(
         train(algorithm, configured(grpo, tmp_path, model, [[3], [5]], rollout={"n": 2}))
@@ -257,13 +265,6 @@ def test_replicas_draw_different_samples_and_any_number_of_them_the_same_set(
     assert not drawn(1, seed=1)[0] & first
 
 
-def test_fewer_rows_than_a_step_takes_are_refused(tmp_path: Path) -> None:
-    model = write_lut(tmp_path / "model", path_table(3, EOS))
-    config = configured(grpo, tmp_path, model, [[3]] * 3, data={"prompts_per_step": 8})
-    with pytest.raises(ValueError, match=r"prompts_per_step=8 .* 3 usable rows .* at most 3"):
-        train(grpo, config)
-
-
 def test_a_last_partial_batch_is_announced_and_evaluation_drops_no_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,21 +285,36 @@ def test_a_last_partial_batch_is_announced_and_evaluation_drops_no_row(
     assert "2 steps per epoch; 2 rows dropped" in caplog.text
     assert [record["training/global_step"] for record in found] == [0, 1, 2, 3, 4]
     np.testing.assert_allclose(found[-1]["val-core/all/reward/mean@1"], 5 / 7)
+    assert found[-1]["critic/flat_groups"] == 1  # the table leaves no choice: all scores are 1
 
 
 @pytest.mark.slow
-def test_after_the_first_step_of_a_shape_nothing_compiles(tmp_path: Path) -> None:
-    """Prompts of 3 to 60 tokens, responses of 1 to 32, evaluation in between."""
+def test_after_the_first_step_of_a_shape_nothing_compiles(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 3 to 60 tokens, responses of 1 to 32; JAX's own lines count, the controller's too.
+
+    Between the steps comes an evaluation whose last batch is filled up; the epoch's last rows are
+    no batch; and the optional column of limits is there in every second step only.
+    """
     rng = np.random.default_rng(0)
-    lengths = [*range(3, 61, 6)] * 4
+    lengths = ([*range(3, 61, 6), 60] * 4)[:42]
     prompts = [rng.integers(3, 96, length).tolist() for length in lengths]
     algorithm, batches = watched(ppo)
+    plain = algorithm.step
+
+    def step(models: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        limits = {"max_new_tokens": np.full(len(prompts), 32, np.int32)} if models.step % 2 else {}
+        return plain(models, prompts | limits, cfg)
+
+    algorithm.step = step
+    monkeypatch.setattr("hfjax.run.EVAL_ROWS", 4)
     config = configured(
         ppo,
         tmp_path,
         write_tiny_hf(tmp_path / "model", eos=list(range(5))),
         prompts,
-        steps=10,
+        steps=12,
         eval_every=3,
         data={
             "prompts_per_step": 4,
@@ -308,15 +324,61 @@ def test_after_the_first_step_of_a_shape_nothing_compiles(tmp_path: Path) -> Non
         rollout={"n": 2, "max_new_tokens": 32},
         actor={"optimizer": {"lr": 1e-4}},
     )
-    found = {r["training/global_step"]: r for r in records(train(algorithm, config))}
+
+    def counted(method: Any, counts: list[int]) -> Any:
+        def call(step: int) -> Any:
+            caplog.clear()
+            result = method(step)
+            counts.append(sum(r.getMessage().startswith("Compiling") for r in caplog.records))
+            return result
+
+        return call
+
+    in_steps: list[int] = []
+    in_evaluations: list[int] = []
+    with Run(algorithm, config) as run, jax.log_compiles(), caplog.at_level(logging.WARNING):
+        run.step = counted(run.step, in_steps)
+        run.evaluate = counted(run.evaluate, in_evaluations)
+        run.train()
+        programs = run.models.actor.pool.worker.roles["actor"].decoder.programs
     widths = [
         (batch["prompt_ids"].shape[1], batch["input_ids"].shape[1], -(-batch["length"].max() // 32))
         for batch in batches
     ]
-    again = [step for step in range(1, 11) if widths[step - 1] in widths[: step - 1]]
-    assert len(again) >= 5
+    assert {batch["length"].max() > 64 for batch in batches} == {True, False}
+    found = {r["training/global_step"]: r for r in records(run.out)}
+    again = [step for step in range(1, 13) if widths[step - 1] in widths[: step - 1]]
+    assert len(again) >= 6
+    assert {step: in_steps[step - 1] for step in again} == dict.fromkeys(again, 0)
     assert {step: found[step]["perf/compiles"] for step in again} == dict.fromkeys(again, 0)
-    assert found[1]["perf/compiles"] > 0
+    assert in_steps[0] >= found[1]["perf/compiles"] > 0
+    assert in_evaluations[0] > 0
+    assert in_evaluations[1:] == [0] * 4
+    assert programs <= len({width[0] for width in widths}) + 2  # and two widths of greedy prompts
+
+
+def test_the_prompt_that_is_cut_is_generated_from_and_trained_on(tmp_path: Path) -> None:
+    """558 ids, limit 512, the last ones kept: one row of ids for sampler, scores and update."""
+    ids = np.random.default_rng(0).integers(3, 96, 558).tolist()
+    algorithm, batches = watched(grpo)
+    config = configured(
+        grpo,
+        tmp_path,
+        write_tiny_hf(tmp_path / "model", max_position_embeddings=1024),
+        [ids, [3]],
+        data={"truncation": "left", "max_prompt_tokens": 512, "shuffle": False},
+        rollout={"n": 2, "max_new_tokens": 2},
+    )
+    (record,) = records(train(algorithm, config))
+    (batch,) = batches
+    assert batch["prompt_length"].tolist() == [512, 512, 1, 1]
+    for row in (0, 1):
+        assert batch["prompt_ids"][row, :512].tolist() == ids[-512:]
+        assert batch["input_ids"][row, :512].tolist() == ids[-512:]
+        assert batch["response_mask"][row].nonzero()[0][0] == 512
+    np.testing.assert_allclose(batch["rollout_log_probs"], batch["old_log_probs"], atol=1e-5)
+    assert record["actor/ratio_gap"] <= 1e-5
+    assert record["prompt_length/clip_ratio"] == 0.5
 
 
 def tuning(folder: Path, **settings: Any) -> Any:
@@ -338,6 +400,44 @@ def tuning(folder: Path, **settings: Any) -> Any:
 def test_fine_tuning_learns_the_demonstrations(tmp_path: Path) -> None:
     found = records(train(sft, tuning(tmp_path, steps=15)))
     assert found[-1]["actor/nll"] < 0.2 < found[0]["actor/nll"]
+
+
+def tied_and_exported(folder: Path) -> tuple[Path, np.ndarray]:
+    """The export of a tied model after a step of fine-tuning; its logits while it was trained."""
+    start = write_tiny_hf(folder / "tied", tie_word_embeddings=True)
+    config = tuning(folder, steps=1, model=str(start))
+    with Run(sft, config) as run:
+        run.train()
+        role = run.models.actor.pool.worker.roles["actor"]
+        x_BTD = hidden_states(role.config, role.params, jnp.asarray(TOKENS_BT))
+        logits_BTV = np.asarray(lm_logits(role.config, role.params, x_BTD))
+    export_run(config.out, folder / "exported")
+    return folder / "exported", logits_BTV
+
+
+def test_a_tied_model_is_trained_and_exported_as_one(tmp_path: Path) -> None:
+    """No head in the file, stale or not; the embedding is the trained one."""
+    exported, logits_BTV = tied_and_exported(tmp_path)
+    before, after = (load_file(d / "model.safetensors") for d in (tmp_path / "tied", exported))
+    assert after.keys() == before.keys()
+    assert "lm_head.weight" not in after
+    name = "model.embed_tokens.weight"
+    assert np.abs(after[name] - before[name]).max() > 1e-3
+    cfg = load_config(exported)
+    params = load_params(exported, cfg, "lm")
+    x_BTD = hidden_states(cfg, params, jnp.asarray(TOKENS_BT))
+    np.testing.assert_allclose(lm_logits(cfg, params, x_BTD), logits_BTV, atol=1e-5)
+
+
+@pytest.mark.hf
+def test_a_trained_tied_model_has_its_logits_in_transformers(tmp_path: Path) -> None:
+    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+    exported, logits_BTV = tied_and_exported(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    with torch.no_grad():
+        found_BTV = model.eval()(torch.tensor(TOKENS_BT)).logits.numpy()
+    scale = np.abs(logits_BTV).max()
+    np.testing.assert_allclose(found_BTV, logits_BTV, rtol=1e-5, atol=1e-5 * scale)
 
 
 def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path) -> None:
@@ -408,6 +508,8 @@ REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must nam
     ),
     "a group of one": ("grpo", None, "--rollout.n 1", ["rollout.n=1", "2 or more"]),
     "reward": ("grpo", None, "--reward.workers 0", ["reward.workers=0", "at least 1"]),
+    "dual clip": ("ppo", None, "--algorithm.dual-clip 1", ["dual_clip=1.0", "> 1", "3.0"]),
+    "dual clip in a file": ("grpo", "[algorithm]\ndual_clip = 0.5", "", ["dual_clip=0.5", "> 1"]),
     "mini-batch": (
         *("ppo", None, "--actor.minibatch-sequences 3"),
         ["minibatch_sequences=3", "4 rows", "[1, 2, 4]"],
@@ -442,3 +544,52 @@ def test_what_cannot_be_meant_is_refused_by_name(
     message = capsys.readouterr().err
     assert status == 2
     assert [name for name in named if name not in message] == []
+
+
+BROKEN = b'{"prompt": "t3", "ground_truth": ""}\n{"prompt": "t5", "gro\n'
+QUESTIONS = ["t3"] * 37 + [None] + ["t4"] * 3
+DATA_REFUSALS = {  # a file's content, arguments, and what the message must name
+    "broken line": (BROKEN, "", ["rows.jsonl", "line 2", "data.bad_rows='skip'"]),
+    "no answer column": (
+        *({"question": ["t3"], "answer": ["t4"]}, "--data.prompt-key question"),
+        ["'ground_truth'", "it has answer, question", "data.answer_key"],
+    ),
+    "null prompt": (
+        *({"question": QUESTIONS}, "--data.prompt-key question --data.answer-key="),
+        ["row 37 (from 0)", "question is missing"],
+    ),
+    "too long": (
+        *({"prompt": ["t3", "t3 t4 t5"], "ground_truth": ["", ""]}, "--data.max-prompt-tokens 2"),
+        ["row 1 (from 0)", "data.max_prompt_tokens=2", "filter, left, right, middle"],
+    ),
+    "fewer than a step": (
+        *({"prompt": ["t3"] * 3, "ground_truth": [""] * 3}, ""),
+        ["data.prompts_per_step=8", "3 usable rows", "at most 3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA_REFUSALS)
+def test_data_that_cannot_be_used_ends_the_command_before_anything_starts(
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit status 2, no weights read and no run directory; rows are numbered, not shown."""
+    content, arguments, named = DATA_REFUSALS[case]
+    for name in ("hfjax.run.start", "hfjax.models.hf.load_params", "hfjax.rewards.RewardPool"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something was started"))
+    if isinstance(content, bytes):
+        file = tmp_path / "rows.jsonl"
+        file.write_bytes(content)
+    else:
+        file = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(content), file)
+    model, out = write_lut(tmp_path / "model", path_table(3, EOS)), tmp_path / "run"
+    base = ["--model", str(model), "--data", str(file), "--out", str(out), "--rollout.n", "2"]
+    assert cli.main(["train", "grpo", *base, *arguments.split()]) == 2
+    message = capsys.readouterr().err
+    assert [name for name in named if name not in message] == []
+    assert "t5" not in message
+    assert not out.exists()

@@ -51,6 +51,11 @@ def test_the_group_is_the_baseline() -> None:
     # scores 1 and 3: mean 2, deviation sqrt(2) with n-1
     expected = [[0, -0.70711, -0.70711, 0], [0, 0.70711, 0.70711, 0.70711]]
     np.testing.assert_allclose(columns["advantages"], expected, atol=1e-5)
+    assert columns.metrics.result() == {"critic/flat_groups": 0}
+    level = _batch() | {"score": np.array([3.0, 3.0], np.float32)}
+    assert grpo.compute_advantage(level, grpo.Settings()).metrics.result() == {
+        "critic/flat_groups": 1
+    }
 
 
 def test_kl_inside_the_reward_is_refused_where_scores_are_compared_by_group() -> None:

@@ -168,6 +168,22 @@ def test_prompts_as_text_messages_or_ids(tmp_path):
     assert (ids.ids, ids.ground_truth) == ([6, 2, 3], 0)
 
 
+@pytest.mark.parametrize("own_bos", [True, False])
+def test_a_prompt_of_messages_has_one_bos_and_opens_the_assistants_turn(tmp_path, own_bos):
+    """Whether the template writes BOS or the tokenizer adds it; here '=' opens that turn."""
+    config = {"bos_token": TOKENIZER._config["bos_token"], "add_bos_token": True}
+    config["chat_template"] = (
+        "{{ bos_token }}" * own_bos + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    tokenizer = Tokenizer(TOKENIZER._backend, config, "opening")
+    ask = [{"role": "user", "content": "1+1"}]
+    path = write_jsonl(tmp_path, {"prompt": ask, "ground_truth": "2"})
+    assert load(path, tokenizer=tokenizer)[0].ids == [BOS, *ids_of("1+1=")]
+    path = write_jsonl(tmp_path, {"prompt": "1+1", "ground_truth": "2"})
+    assert load(path, tokenizer=tokenizer)[0].ids == [BOS, *ids_of("1+1")]
+
+
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [

@@ -215,12 +215,13 @@ def test_clip_settings_that_are_not_ppo_are_refused(wrong):
 
 
 def test_the_clipped_term_is_what_is_averaged_and_the_metric_sees_it():
-    assert one_token(1, 2)[0] == pytest.approx(-1.2)
-    loss, metrics = one_token(1, 2, eps_high=0.28)
-    assert loss == pytest.approx(-1.28)
-    assert metrics["pg_clipfrac"] == 1
-    assert metrics["ppo_kl"] == pytest.approx(-np.log(2))
-    assert metrics["ppo_kl_k3"] == pytest.approx(2 - np.log(2) - 1)
+    for eps_high, want in ((0.2, -1.2), (0.28, -1.28)):
+        loss, metrics = one_token(1, 2, eps_high=eps_high)
+        assert loss == pytest.approx(want)
+        assert metrics["pg_clipfrac"] == 1
+        assert metrics["ppo_kl"] == pytest.approx(-np.log(2))
+        assert metrics["ppo_kl_k3"] == pytest.approx(2 - np.log(2) - 1)
+    assert one_token(1, 1.1)[1]["pg_clipfrac"] == 0
 
 
 @pytest.mark.parametrize(("new", "squared", "clipped"), [(1.0, 3.24, 1), (0.1, 3.61, 0)])
