@@ -23,6 +23,7 @@ import optax
 from hfjax import rl
 from hfjax.engine.decode import Decoder, Generation
 from hfjax.engine.hybrid import Relay
+from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import OptimizerConfig, Outputs, Trainer
@@ -139,6 +140,10 @@ class Rig:
         """Rows on the device."""
         return jax.device_put(array, batch_sharding(self.mesh, self.generate))
 
+    def replicas(self, dtype: str) -> Replicas:
+        """The weights as passes in `dtype` see them."""
+        return Replicas(self.mesh, self.train, self.shapes, self.axes, dtype)
+
     def relay(self, dtype: str) -> Relay:
         """From training weights to generation weights in `dtype`."""
         return Relay(self.mesh, self.train, self.generate, self.shapes, self.axes, dtype)
@@ -246,7 +251,7 @@ def compare_greedy(rig: Rig, params: Params, ids_BP: np.ndarray, name: str) -> N
 def compare_log_probs(rig: Rig, params: Params, out: Generation, name: str) -> None:
     """Log-probs written while sampling against those the trainer computes of the same tokens."""
     dtype = str(params["final_norm"].dtype)
-    scorer = Scorer(rig.cfg, rig.mesh, rig.train, compute_dtype=dtype, with_entropy=False)
+    scorer = Scorer(rig.cfg, rig.replicas(dtype), with_entropy=False)
     logp_BT, _ = scorer.log_probs(params, out.input_ids_BT)
     mask_BT = np.asarray(out.response_mask_BT)
     gap = np.abs(np.asarray(logp_BT) - np.asarray(out.log_probs_BT))[mask_BT]
@@ -311,12 +316,9 @@ def check_training(rig: Rig, params: Params, size: Size, remat: str) -> None:
     trainer = Trainer(
         cfg,
         "lm",
-        rig.mesh,
-        rig.train,
-        rig.axes,
+        rig.replicas("bfloat16"),
         OptimizerConfig(lr=1e-4),
         likelihood_loss,
-        compute_dtype="bfloat16",
         remat=remat,
     )
     shape = (B // size.micro_sequences, size.micro_sequences, T)

@@ -37,24 +37,34 @@ from hfjax.metrics import finalize, merge
 from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
 from hfjax.tokenizer import load_tokenizer
-from meshes.layouts import Layout, check, generate_layout, state_layout, train_layout
-from meshes.mesh import MeshShape, make_mesh
+from meshes.layouts import (
+    HYBRID_V_PERMUTE,
+    Layout,
+    check,
+    generate_layout,
+    state_layout,
+    train_layout,
+)
+from meshes.mesh import make_mesh
+from meshes.placement import RolePlacement
 
 WIDTH_BUCKET = 32  # rows of an update are trimmed to a multiple of this many tokens
 
 
 def plan_model(
-    shape: MeshShape, zero: int, model: str, head: Head
+    placement: RolePlacement, model: str, head: Head
 ) -> tuple[ModelConfig, Layout, Any, Any]:
-    """Configuration, training layout, shapes and axes of a model on a mesh; no device is touched.
+    """Configuration, training layout, shapes and axes of a model where it is placed.
 
-    Raises ValueError with the numbers where an axis does not divide.
+    No device is touched. Raises ValueError with the numbers where an axis does not divide.
     """
+    shape, relay = placement.mesh_shape, placement.relay
     config = load_config(model)
     config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
-    layout = train_layout(shape, kv_heads=config.kv_heads, zero=zero)
+    layout = train_layout(shape, kv_heads=config.kv_heads, zero=placement.zero, relay=relay)
     shapes, axes = abstract_params(config, head, jnp.float32)
-    check(shape, state_layout(layout), shapes, axes)
+    for each in (layout, state_layout(layout, relay)):
+        check(shape, each, shapes, axes)
     return config, layout, shapes, axes
 
 
@@ -80,13 +90,16 @@ class ModelRole:
         self.temperature = temperature or 1.0  # greedy rows are scored at temperature 1
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.shape = context.placement.mesh_shape
-        self.zero = context.placement.zero
+        self.placement = context.placement
         self.config, self.layout, self.shapes, self.axes = plan_model(
-            self.shape, self.zero, model, self.head
+            self.placement, model, self.head
         )
         self.mesh = make_mesh(context.devices, self.shape)
-        self.replicas = Replicas(self.mesh, self.layout, self.shapes, self.axes, compute_dtype)
-        self.passes = Passes(self.mesh, self.layout, self.shape.replicas)
+        self.replicas = Replicas(
+            *(self.mesh, self.layout, self.shapes, self.axes, compute_dtype),
+            relay=self.placement.relay,
+        )
+        self.passes = Passes(self.mesh, self.layout)
         self.scorer = Scorer(
             self.config,
             self.replicas,
@@ -105,9 +118,13 @@ class ModelRole:
         """The shardings that weights are loaded into."""
         return self.replicas.weight_shardings
 
+    def weights(self) -> Any:
+        """The weights in the training layout and the dtype of computation."""
+        return self.params
+
     def forward(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
         """Host arrays of what compute(params, *columns) gives for the shard's rows."""
-        return self.passes.over(shard, names, partial(compute, self.params))
+        return self.passes.over(shard, names, partial(compute, self.weights()))
 
 
 class TrainedRole(ModelRole):
@@ -139,7 +156,7 @@ class TrainedRole(ModelRole):
             temperature=self.temperature,
             remat=training.remat,
             with_entropy=loss_entropy,
-            zero=self.zero,
+            zero=self.placement.zero,
         )
         self.set_state(self.trainer.init_state(self.params))
 
@@ -149,10 +166,21 @@ class TrainedRole(ModelRole):
 
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state."""
-        self.train_state, self.params = state, self.replicas.weights(state.params)
+        self.train_state = state
+        self.params: Any = None  # what passes read; made from the master weights when asked for
+
+    def weights(self) -> Any:
+        """The weights in the training layout and the dtype of computation."""
+        if self.params is None:
+            self.params = self.replicas.weights(self.train_state.params)
+        return self.params
+
+    def settle(self) -> None:
+        """Brings the master weights to where updates and checkpoints expect them."""
 
     def update(self, shard: Shard, prefix: str) -> Answer:
         """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""
+        self.settle()
         size = self.training.minibatch_sequences or shard.n_rows
         total: dict[str, Any] = {}
         for _ in range(self.training.epochs):
@@ -160,7 +188,7 @@ class TrainedRole(ModelRole):
                 rows = {k: shard.columns[k][start : start + size] for k in self.columns}
                 micros = cut_micros(
                     rows,
-                    replicas=self.shape.replicas,
+                    replicas=self.replicas.count,
                     micro_sequences=self.training.micro_sequences,
                     micro_tokens=self.training.micro_tokens,
                     bucket=WIDTH_BUCKET,
@@ -174,6 +202,7 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:
         """Writes the training state under `path`."""
+        self.settle()
         checkpoint.save_role(path, self.train_state)
 
     @method(ONE_TO_ALL)
@@ -184,6 +213,7 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def export(self, *, directory: str) -> None:
         """Writes the weights as a Hugging Face directory."""
+        self.settle()
         save_hf(self.train_state.params, self.config, self.head, self.model, directory)
         if self.model.endswith(".gguf") and jax.process_index() == 0:
             load_tokenizer(self.model).save(directory)
@@ -208,10 +238,15 @@ class Actor(TrainedRole):
         self.seed, self.rollout = seed, rollout
         if rollout is None:
             return
-        layout = generate_layout(self.shape, kv_heads=self.config.kv_heads)
-        self.generation = Passes(self.mesh, layout, self.shape.gen_replicas)
+        layout = generate_layout(
+            self.shape, kv_heads=self.config.kv_heads, relay=self.placement.relay
+        )
+        self.generation = Passes(self.mesh, layout)
+        dtype = self.replicas.weight_dtype
+        shapes, _ = abstract_params(self.config, self.head, dtype)
         self.relay = Relay(
-            self.mesh, self.layout, layout, self.shapes, self.axes, self.compute_dtype
+            *(self.mesh, self.layout, layout, shapes, self.axes, self.compute_dtype),
+            by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
         )
         self.decoder = Decoder(self.config, self.mesh, layout)
         ids = (*generation_stop_ids(self.model), *load_tokenizer(self.model).stop_ids)
@@ -220,6 +255,7 @@ class Actor(TrainedRole):
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state; weights laid out for generation are stale then."""
         self.generate_params: Any = None
+        self.away = False  # the master weights lie within those of generation
         super().set_state(state)
 
     def sampling(self, n: int, *, greedy: bool) -> Sampling:
@@ -286,11 +322,38 @@ class Actor(TrainedRole):
         return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
 
     def relay_weights(self) -> float:
-        """Lays changed weights out for generation; the seconds it took."""
+        """Lays changed weights out for generation; the seconds it took.
+
+        Training weights that can be sliced back are not kept meanwhile, the master neither where
+        it is the same arrays (float32 generation).
+        """
         start_s = time.perf_counter()
         if self.generate_params is None:
-            self.generate_params = jax.block_until_ready(self.relay.to_generate(self.params))
+            weights, state = self.weights(), self.train_state
+            release = self.relay.contained
+            generate = self.relay.to_generate(weights, release=release)
+            self.generate_params = jax.block_until_ready(generate)
+            if release:
+                self.params = None
+                self.away = weights is state.params
+                self.train_state = state.replace(params=None) if self.away else state
         return time.perf_counter() - start_s
+
+    def weights(self) -> Any:
+        """The weights in the training layout; those of generation are dropped for them."""
+        if self.params is None and self.generate_params is not None:
+            self.params = self.relay.to_train(self.generate_params, release=True)
+            self.generate_params = None
+            if self.away:
+                self.train_state = self.train_state.replace(params=self.params)
+                self.away = False
+        return super().weights()
+
+    def settle(self) -> None:
+        """Master weights back in their place, those of generation and copies dropped."""
+        if self.away:
+            self.weights()
+        self.generate_params = self.params = None
 
     @method(
         THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
@@ -304,7 +367,6 @@ class Actor(TrainedRole):
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_actor(self, shard: Shard) -> Answer:
         """Updates the policy; the weights laid out for generation are dropped before."""
-        self.generate_params = None
         return self.update(shard, "actor")
 
 
@@ -360,7 +422,7 @@ def role_class(builder: partial[Any]) -> type:
 
 
 def check_model(
-    builder: partial[Any], shape: MeshShape, zero: int, tokens: int, highest_id: int
+    builder: partial[Any], placement: RolePlacement, tokens: int, highest_id: int
 ) -> None:
     """Refuses, before a process starts, what a model cannot take.
 
@@ -370,7 +432,7 @@ def check_model(
     if not issubclass(role, ModelRole):
         return
     model = builder.keywords["model"]
-    config, *_ = plan_model(shape, zero, model, role.head)
+    config, *_ = plan_model(placement, model, role.head)
     if highest_id >= config.vocab:
         raise ValueError(
             f"token id {highest_id} (of the data, or that the actor can generate) is outside the "

@@ -128,8 +128,7 @@ class Run:
         for role, builder in builders.items():
             if role in self.placement.roles:
                 self._check_micro(role, tokens)
-                placed = self.placement.roles[role]
-                check_model(builder, placed.mesh_shape, placed.zero, tokens, highest_id)
+                check_model(builder, self.placement.roles[role], tokens, highest_id)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
         about = {"algorithm": name, "model": self.model}
@@ -286,7 +285,7 @@ class Run:
     def _check_micro(self, role: str, tokens: int) -> None:
         """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
         training = getattr(self.config, role, None)
-        replicas = self.placement.roles[role].mesh_shape.replicas
+        replicas = self.placement.roles[role].replicas
         if training and training.micro_sequences:
             rows = training.minibatch_sequences or self.rows
             check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")

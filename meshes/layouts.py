@@ -34,6 +34,12 @@ NORM = "norm"
 BATCH = "batch"
 LOGICAL = (LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, NORM, BATCH)
 
+HYBRID = "hybrid"  # HybridFlow: generation groups keep the outer halves
+HYBRID_V = "hybrid-v"  # consecutive groups; gathered over all of p and t, then cut (§5.4)
+HYBRID_V_PERMUTE = "hybrid-v-permute"  # the same layouts, moved as the compiler likes
+DS_CHAT = "ds-chat"  # ZeRO-3 over all devices, then tensor parallel (DeepSpeed-Chat)
+SHARED = "shared"  # one layout for both (NeMo-Aligner)
+RELAYS = (HYBRID, HYBRID_V, HYBRID_V_PERMUTE, DS_CHAT, SHARED)
 ZERO = (1, 2, 3)  # stages of ZeRO over the mesh axis `fsdp`
 
 Rule = str | tuple[str, ...] | None
@@ -93,7 +99,9 @@ class Layout:
         return PartitionSpec(*(entry or None for entry in entries))
 
 
-def train_layout(shape: MeshShape, *, kv_heads: int, zero: int = 3) -> Layout:
+def train_layout(
+    shape: MeshShape, *, kv_heads: int, zero: int = 3, relay: str = "hybrid"
+) -> Layout:
     """3D parallel training and scoring; `data` shards the batch only, `fsdp` what `zero` says.
 
     Stages of ZeRO (arXiv 1910.02054 §5): 1 the optimizer's state, 2 the gradients too, 3 the
@@ -101,45 +109,71 @@ def train_layout(shape: MeshShape, *, kv_heads: int, zero: int = 3) -> Layout:
     """
     if zero not in ZERO:
         raise ValueError(f"zero = {zero}: stages of ZeRO are {either(ZERO)}")
+    tensor = () if relay == DS_CHAT else (TENSOR, TENSOR_MICRO)
     return Layout(
         "train",
         {
             LAYERS: (PIPE, PIPE_MICRO),
-            EMBED: FSDP if zero == 3 else None,
-            HEADS: (TENSOR, TENSOR_MICRO),
-            KV_HEADS: _kv_axes((TENSOR, TENSOR_MICRO), shape, kv_heads),
+            EMBED: zero_axes(relay) if zero == 3 else None,
+            HEADS: tensor,
+            KV_HEADS: _kv_axes(tensor, shape, kv_heads),
             HEAD_DIM: None,
-            MLP: (TENSOR, TENSOR_MICRO),
-            VOCAB: (TENSOR, TENSOR_MICRO),
+            MLP: tensor,
+            VOCAB: tensor,
             NORM: None,
-            BATCH: (DATA, FSDP),
+            BATCH: train_batch(relay),
         },
     )
 
 
-def state_layout(weights: Layout) -> Layout:
+def state_layout(weights: Layout, relay: str = "hybrid") -> Layout:
     """Where master weights, moments and reduced gradients lie, for any stage of ZeRO."""
-    return Layout(f"{weights.name} state", {**weights.rules, EMBED: FSDP})
+    return Layout(f"{weights.name} state", {**weights.rules, EMBED: zero_axes(relay)})
 
 
-def generate_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
-    """Generation: the weights leave `fsdp` and the inner halves, which go to the batch.
+def zero_axes(relay: str = "hybrid") -> tuple[str, ...]:
+    """Mesh axes over which ZeRO shards; under ds-chat generation's tensor axis is one of them."""
+    return (FSDP, TENSOR) if relay == DS_CHAT else (FSDP,)
 
-    Each device's shard contains its training shard (HybridFlow §5.3), so moving there is
-    all-gathers inside micro-DP groups and nothing else.
+
+def train_batch(relay: str = "hybrid") -> tuple[str, ...]:
+    """Mesh axes that split the rows while training or scoring."""
+    return (DATA, *zero_axes(relay))
+
+
+def generate_batch(relay: str = "hybrid") -> tuple[str, ...]:
+    """Mesh axes that split the rows while generating."""
+    kept = kept_axes(relay)
+    return tuple(axis for axis in AXES if axis not in kept)
+
+
+def kept_axes(relay: str = "hybrid") -> tuple[str, str]:
+    """The halves of p and t that shard weights in generation: of sizes p_g and t_g.
+
+    HybridFlow keeps the outer halves (§5.3), HybridFlow-V the inner ones: consecutive devices.
     """
+    return (PIPE_MICRO, TENSOR_MICRO) if relay in (HYBRID_V, HYBRID_V_PERMUTE) else (PIPE, TENSOR)
+
+
+def generate_layout(shape: MeshShape, *, kv_heads: int, relay: str = "hybrid") -> Layout:
+    """Generation: the weights leave `fsdp` and the dropped halves, which go to the batch.
+
+    With relay "hybrid" each device's shard contains its training shard, so moving there is
+    all-gathers over fsdp and inside micro-DP groups, and nothing else (HybridFlow §5.3).
+    """
+    pipe, tensor = kept_axes(relay)
     return Layout(
         "generate",
         {
-            LAYERS: PIPE,
+            LAYERS: pipe,
             EMBED: None,
-            HEADS: TENSOR,
-            KV_HEADS: _kv_axes((TENSOR,), shape, kv_heads),
+            HEADS: tensor,
+            KV_HEADS: _kv_axes((tensor,), shape, kv_heads),
             HEAD_DIM: None,
-            MLP: TENSOR,
-            VOCAB: TENSOR,
+            MLP: tensor,
+            VOCAB: tensor,
             NORM: None,
-            BATCH: (DATA, FSDP, PIPE_MICRO, TENSOR_MICRO),
+            BATCH: generate_batch(relay),
         },
     )
 

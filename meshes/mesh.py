@@ -46,20 +46,9 @@ class MeshShape:
     def devices(self) -> int:
         return math.prod(self.sizes)
 
-    @property
-    def replicas(self) -> int:
-        """Shards of the batch while training or scoring."""
-        return self.data * self.fsdp
-
-    @property
-    def micro_replicas(self) -> int:
-        """The micro-DP size d_g = p t / (p_g t_g), HybridFlow §5.1."""
-        return self.pipe_micro * self.tensor_micro
-
-    @property
-    def gen_replicas(self) -> int:
-        """Shards of the batch while generating."""
-        return self.replicas * self.micro_replicas
+    def over(self, axes: Sequence[str]) -> int:
+        """Devices along `axes`: the shards of what is split over them."""
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def __str__(self) -> str:
         parts = [f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]

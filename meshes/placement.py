@@ -4,15 +4,25 @@
 import difflib
 import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshes.layouts import ZERO, divisors, either
-from meshes.mesh import DATA, FSDP, PIPE, TENSOR, MeshShape
+from meshes.layouts import (
+    DS_CHAT,
+    HYBRID,
+    RELAYS,
+    SHARED,
+    ZERO,
+    divisors,
+    either,
+    generate_batch,
+    kept_axes,
+    train_batch,
+)
+from meshes.mesh import DATA, FSDP, PIPE, PIPE_MICRO, TENSOR, TENSOR_MICRO, MeshShape
 
 PRESETS = Path(__file__).parent / "presets"
-RELAYS = ("hybrid",)  # how weights move from training to generation
 
 POOL_KEYS = ("devices", "processes")
 ROLE_KEYS = ("pool", "train", "infer", "generate", "zero", "relay", "offload")
@@ -56,7 +66,7 @@ class RolePlacement:
     infer: MeshShape | None = None
     generate: MeshShape | None = None
     zero: int = 3  # what `fsdp` shards: 1 optimizer state, 2 and gradients, 3 and weights
-    relay: str = "hybrid"
+    relay: str = HYBRID  # how weights move from training to generation
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -74,16 +84,47 @@ class RolePlacement:
     @property
     def mesh_shape(self) -> MeshShape:
         """The mesh of every layout of this role: p and t split into generation's part and micro."""
-        base, keep = self.base, self.generate
-        pipe, tensor = (keep.pipe, keep.tensor) if keep else (base.pipe, base.tensor)
-        return MeshShape(
-            data=base.data,
-            fsdp=base.fsdp,
-            pipe=pipe,
-            pipe_micro=base.pipe // pipe,
-            tensor=tensor,
-            tensor_micro=base.tensor // tensor,
-        )
+        base, p_g, t_g = self.base, self.p_g, self.t_g
+        if self.relay == DS_CHAT:  # generation's tensor axis is a part of training's ZeRO axis
+            return replace(base, fsdp=base.fsdp // t_g, tensor=t_g)
+        pipe, tensor = kept_axes(self.relay)
+        halves = {PIPE: base.pipe // p_g, PIPE_MICRO: base.pipe // p_g}
+        halves |= {TENSOR: base.tensor // t_g, TENSOR_MICRO: base.tensor // t_g}
+        return MeshShape(data=base.data, fsdp=base.fsdp, **(halves | {pipe: p_g, tensor: t_g}))
+
+    @property
+    def p_g(self) -> int:
+        """Pipeline stages of generation."""
+        return self._kept.pipe
+
+    @property
+    def t_g(self) -> int:
+        """Tensor parallel size of generation."""
+        return self._kept.tensor
+
+    @property
+    def _kept(self) -> MeshShape:
+        return self.base if self.generate is None or self.relay == SHARED else self.generate
+
+    @property
+    def train_batch(self) -> tuple[str, ...]:
+        """Mesh axes that split the rows while training or scoring."""
+        return train_batch(self.relay)
+
+    @property
+    def generate_batch(self) -> tuple[str, ...]:
+        """Mesh axes that split the rows while generating."""
+        return generate_batch(self.relay)
+
+    @property
+    def replicas(self) -> int:
+        """Shards of the batch while training or scoring."""
+        return self.mesh_shape.over(self.train_batch)
+
+    @property
+    def micro_replicas(self) -> int:
+        """The micro-DP size d_g = p t / (p_g t_g), HybridFlow §5.1; 1 under ds-chat."""
+        return max(1, self.base.pipe * self.base.tensor // (self.p_g * self.t_g))
 
     def _problems(self) -> Iterable[str]:
         if (self.train is None) == (self.infer is None):
@@ -102,6 +143,9 @@ class RolePlacement:
         base, where = self.base, "train" if self.train else "infer"
         if base.pipe > 1 and base.fsdp > 1 and self.zero == 2:
             yield "zero = 2 with pipe: a pipeline adds its gradients up first; use zero = 1 or 3"
+        if self.relay == DS_CHAT:
+            yield from self._ds_chat_problems(where)
+            return
         for key in GENERATE_KEYS if self.generate else ():
             whole, kept = getattr(base, key), getattr(self.generate, key)
             if whole % kept:
@@ -109,6 +153,19 @@ class RolePlacement:
                     f"generate: {key} = {kept} does not divide {where}.{key} = {whole}; "
                     f"use {key} {either(divisors(whole))}"
                 )
+
+    def _ds_chat_problems(self, where: str) -> Iterable[str]:
+        base, keep = self.base, self.generate or MeshShape()
+        if base.pipe > 1 or base.tensor > 1 or self.zero != 3 or keep.pipe > 1:
+            yield (
+                f"relay = {DS_CHAT!r} trains with ZeRO-3 alone and generates with tensor alone; "
+                f"use {where} = {{ fsdp = {base.devices} }}, generate = {{ tensor = 2 }}"
+            )
+        elif base.fsdp % keep.tensor:
+            yield (
+                f"generate: tensor = {keep.tensor} does not divide {where}.fsdp = {base.fsdp}; "
+                f"use tensor {either(divisors(base.fsdp))}"
+            )
 
 
 @dataclass(frozen=True)
@@ -180,7 +237,7 @@ class Placement:
             split = f" in {pool.processes} processes" if pool.processes > 1 else ""
             keep = role.generate
             generate = f"pipe {keep.pipe}, tensor {keep.tensor}" if keep else "-"
-            micro = str(role.mesh_shape.micro_replicas) if keep else "-"
+            micro = str(role.micro_replicas) if keep else "-"
             layout = "train" if role.train else "infer"
             rows.append((name, pool.name, ids + split, layout, str(role.base), generate, micro))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -409,8 +409,8 @@ def tied_and_exported(folder: Path) -> tuple[Path, np.ndarray]:
     with Run(sft, config) as run:
         run.train()
         role = run.models.actor.pool.worker.roles["actor"]
-        x_BTD = hidden_states(role.config, role.params, jnp.asarray(TOKENS_BT))
-        logits_BTV = np.asarray(lm_logits(role.config, role.params, x_BTD))
+        x_BTD = hidden_states(role.config, role.weights(), jnp.asarray(TOKENS_BT))
+        logits_BTV = np.asarray(lm_logits(role.config, role.weights(), x_BTD))
     export_run(config.out, folder / "exported")
     return folder / "exported", logits_BTV
 

@@ -232,7 +232,9 @@ def start(
             else:
                 where = placement.roles[role]
                 pool = pools[where.pool]
-                ranks = Ranks(where.mesh_shape, pool.processes)
+                ranks = Ranks(
+                    *(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch)
+                )
             models.handles[role] = RoleHandle(role, builder, pool, ranks, models)
         _build(models, builders, placement)
     except BaseException:

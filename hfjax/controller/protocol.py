@@ -12,19 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from meshes.mesh import (
-    AXES,
-    DATA,
-    FSDP,
-    PIPE,
-    PIPE_MICRO,
-    TENSOR_MICRO,
-    MeshShape,
-    coordinates,
-)
+from meshes.layouts import generate_batch, train_batch
+from meshes.mesh import AXES, PIPE, PIPE_MICRO, MeshShape, coordinates
 
-TRAIN_BATCH = (DATA, FSDP)  # mesh axes that split the rows while training or scoring
-GENERATE_BATCH = (DATA, FSDP, PIPE_MICRO, TENSOR_MICRO)
 MARK = "__hfjax_method__"
 
 
@@ -33,6 +23,8 @@ class Ranks(NamedTuple):
 
     shape: MeshShape
     processes: int = 1
+    train_batch: tuple[str, ...] = train_batch()  # mesh axes that split the rows
+    generate_batch: tuple[str, ...] = generate_batch()
 
     def replica_of_process(self, axes: tuple[str, ...], devices: np.ndarray) -> list[np.ndarray]:
         """For each process, the replicas over `axes` that its devices (a bool mask) touch."""
@@ -72,15 +64,16 @@ def rows_of_replica(n_rows: int, replicas: int, group: int) -> list[range]:
     return [range(min(r * per, n_rows), min((r + 1) * per, n_rows)) for r in range(replicas)]
 
 
-def over_replicas(name: str, axes: tuple[str, ...]) -> Protocol:
-    """Rows split over the replicas that mesh `axes` make, repeated inside each replica.
+def over_replicas(name: str, axes_of: Callable[[Ranks], tuple[str, ...]]) -> Protocol:
+    """Rows split over the replicas that some mesh axes make, repeated inside each replica.
 
     A replica's answer comes from the device at its last pipeline stage and first tensor rank,
     (p=-1, t=0) in the paper, so from the first process that holds it there.
     """
 
     def rows(ranks: Ranks, n_rows: int, group: int, devices: np.ndarray) -> Rows:
-        replicas = int(np.prod([ranks.shape.sizes[AXES.index(axis)] for axis in axes]))
+        axes = axes_of(ranks)
+        replicas = ranks.shape.over(axes)
         chunks = [np.array(r, np.int64) for r in rows_of_replica(n_rows, replicas, group)]
         held = ranks.replica_of_process(axes, devices)
         return [np.concatenate([chunks[r] for r in mine] or [chunks[0][:0]]) for mine in held]
@@ -91,7 +84,7 @@ def over_replicas(name: str, axes: tuple[str, ...]) -> Protocol:
     def collect(ranks: Ranks, n_rows: int, group: int) -> Rows:
         leads = np.ones(ranks.shape.devices, bool)
         for index, axis in enumerate(AXES):
-            if axis not in axes:
+            if axis not in axes_of(ranks):
                 at = ranks.shape.sizes[index] - 1 if axis in (PIPE, PIPE_MICRO) else 0
                 leads &= coordinates(ranks.shape)[:, index] == at
         return rows(ranks, n_rows, group, leads)
@@ -107,9 +100,9 @@ def _rows_from_first(ranks: Ranks, n_rows: int, group: int) -> Rows:
     return [np.arange(n_rows if rank == 0 else 0) for rank in range(ranks.processes)]
 
 
-DP_PROTO = over_replicas("DP_PROTO", TRAIN_BATCH)
-THREE_D_PROTO = over_replicas("3D_PROTO", TRAIN_BATCH)
-THREE_D_ALL_MICRO_DP = over_replicas("3D_ALL_MICRO_DP", GENERATE_BATCH)
+DP_PROTO = over_replicas("DP_PROTO", lambda ranks: ranks.train_batch)
+THREE_D_PROTO = over_replicas("3D_PROTO", lambda ranks: ranks.train_batch)
+THREE_D_ALL_MICRO_DP = over_replicas("3D_ALL_MICRO_DP", lambda ranks: ranks.generate_batch)
 # The paper gathers from all ranks. A table can hold one answer a row, and all are equal here: it
 # is process 0's. Values of methods without columns (save, load) do come from every process.
 ONE_TO_ALL = Protocol("ONE_TO_ALL", _all_rows, _rows_from_first)

@@ -1,22 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves the actor's weights from the training layout to the generation layout (HybridFlow §5.3)."""
+"""The 3D-HybridEngine: weights from the training layout to that of generation and back (§5.3).
+
+HybridFlow (arXiv 2409.19256). Where a device's generation shard contains its training shard the
+way there is all-gathers over the axes that generation drops, the way back a slice without any.
+"""
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hfjax.models.llama import Params
-from meshes.layouts import Layout, check, shardings
+from meshes.layouts import Layout, check, is_axes
+from meshes.mesh import AXES
+
+BUCKET_BYTES = 2**28  # generation shards that move at a time; a parameter is never split
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One parameter's two layouts: mesh axes of each of its dimensions, outer to inner."""
+
+    before: tuple[tuple[str, ...], ...]
+    after: tuple[tuple[str, ...], ...]
+
+    @property
+    def contained(self) -> bool:
+        """Whether each device's generation shard holds its training shard."""
+        pairs = zip(self.before, self.after, strict=True)
+        return all(b[: len(a)] == a for b, a in pairs)
+
+    def gathers(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dimension, axes) to gather over, the outermost axis first: it moves the least then.
+
+        Where generation shards a dimension by an inner axis, all of its axes are gathered, and the
+        shard is cut out of the whole afterwards.
+        """
+        found = []
+        for dim, (b, a) in enumerate(zip(self.before, self.after, strict=True)):
+            dropped = b[len(a) :] if b[: len(a)] == a else b
+            if dropped:
+                found.append((dim, dropped))
+        return sorted(found, key=lambda gather: AXES.index(gather[1][0]))
+
+    def cuts(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dimension, axes) to slice by after the gathers."""
+        pairs = enumerate(zip(self.before, self.after, strict=True))
+        return [(dim, a) for dim, (b, a) in pairs if a and b[: len(a)] != a]
 
 
 class Relay:
-    """Compiled move between two layouts of one mesh.
+    """Compiled moves between two layouts of one mesh, a bucket of parameters at a time.
 
-    Because a device's generation shard contains its training shard, the compiler needs
-    all-gathers inside micro-DP groups and nothing else.
+    With `by_compiler` the way is left to XLA, which may permute shards instead of gathering.
     """
 
     def __init__(
@@ -27,49 +68,158 @@ class Relay:
         shapes: Any,
         axes: Any,
         dtype: Any,
+        *,
+        by_compiler: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`shapes` are the training parameters (ShapeDtypeStructs), `dtype` that of generation."""
+        """`shapes` are the training weights (ShapeDtypeStructs), `dtype` that of generation."""
         for layout in (train_layout, generate_layout):
             check(mesh, layout, shapes, axes)
-        leaves, self._treedef = jax.tree.flatten(shapes)
-        self._dtype = jnp.dtype(dtype)
-        self._sizes = [leaf.shape for leaf in leaves]
-        self._train = jax.tree.leaves(shardings(mesh, train_layout, axes))
-        self._generate = jax.tree.leaves(shardings(mesh, generate_layout, axes))
-        self._moved = [
-            leaf.dtype != self._dtype or not before.is_equivalent_to(after, leaf.ndim)
-            for leaf, before, after in zip(leaves, self._train, self._generate, strict=True)
+        self._mesh, self._dtype, self._by_compiler = mesh, jnp.dtype(dtype), by_compiler
+        self._shapes, self._treedef = jax.tree.flatten(shapes)
+        names = jax.tree.leaves(axes, is_leaf=is_axes)
+        self._leaves = [
+            _Leaf(
+                tuple(_sharding_axes(mesh, train_layout, name) for name in leaf),
+                tuple(_sharding_axes(mesh, generate_layout, name) for name in leaf),
+            )
+            for leaf in names
         ]
-        # nothing is donated: a shard that changes its size cannot give its buffer away
-        self._move = jax.jit(self._cast, out_shardings=self._only_moved(self._generate))
+        self._train = [NamedSharding(mesh, train_layout.spec(leaf)) for leaf in names]
+        self._generate = [NamedSharding(mesh, generate_layout.spec(leaf)) for leaf in names]
+        self._buckets = list(self._cut_into_buckets(bucket_bytes))
+        # Nothing is donated: a shard that changes its size cannot give its buffer away.
+        self._there = [self._compiled(k, self._to_generate, self._generate) for k in self._buckets]
+        self._back = [self._compiled(k, self._to_train, self._train) for k in self._buckets]
 
-    def to_generate(self, params: Params) -> Params:
-        """The parameters in the generation layout and dtype.
+    @property
+    def contained(self) -> bool:
+        """Whether training weights can be sliced back out of those of generation, bit-equal."""
+        same = all(shape.dtype == self._dtype for shape in self._shapes)
+        return same and all(leaf.contained for leaf in self._leaves)
 
-        Where layout and dtype agree the arrays are the training ones, not copies: they live until
-        the next update donates them, so generation weights are to be dropped before it.
-        """
-        leaves = self._treedef.flatten_up_to(params)
-        moved = iter(self._move(self._only_moved(leaves)))
-        results = [next(moved) if m else p for m, p in zip(self._moved, leaves, strict=True)]
-        return self._treedef.unflatten(results)
+    @property
+    def bucket_bytes(self) -> int:
+        """Generation shards, in bytes a device, of the largest bucket."""
+        return max((self._bytes(bucket, self._generate) for bucket in self._buckets), default=0)
 
     def bytes_moved(self) -> int:
         """Bytes a device has to receive: its generation shards less its training shards.
 
         The minimum, in the generation dtype, from shapes alone; a meter counts what is sent.
         """
+        every = range(len(self._shapes))
+        return self._bytes(every, self._generate) - self._bytes(every, self._train)
 
-        def count(leaf_shardings: list[Any]) -> int:
-            pairs = zip(leaf_shardings, self._sizes, strict=True)
-            return sum(math.prod(sharding.shard_shape(shape)) for sharding, shape in pairs)
+    def to_generate(self, weights: Params, *, release: bool = False) -> Params:
+        """The weights in the generation layout and dtype.
 
-        return (count(self._generate) - count(self._train)) * self._dtype.itemsize
+        Where layout and dtype agree the arrays are the training ones, not copies. With `release`
+        the others are deleted bucket by bucket: at most one bucket lies in both layouts.
+        """
+        return self._move(self._there, weights, release)
 
-    def _only_moved(self, leaves: list[Any]) -> list[Any]:
-        return [leaf for moved, leaf in zip(self._moved, leaves, strict=True) if moved]
+    def to_train(self, weights: Params, *, release: bool = False) -> Params:
+        """The training weights, sliced out of those of generation where they contain them."""
+        assert self.contained, "these layouts do not contain one another: keep the training weights"
+        return self._move(self._back, weights, release)
 
-    def _cast(self, leaves: list[jax.Array]) -> list[jax.Array]:
+    def lowered(self, weights: Params, *, back: bool = False) -> list[Any]:
+        """The move of each bucket, lowered for a meter; `weights` may be ShapeDtypeStructs."""
+        leaves = self._treedef.flatten_up_to(weights)
+        programs = self._back if back else self._there
+        pairs = zip(self._buckets, programs, strict=True)
+        return [program.lower([leaves[i] for i in bucket]) for bucket, program in pairs]
+
+    def _move(self, programs: list[Callable], weights: Params, release: bool) -> Params:
+        leaves = list(self._treedef.flatten_up_to(weights))
+        for bucket, program in zip(self._buckets, programs, strict=True):
+            old = [leaves[i] for i in bucket]
+            new = program(old)
+            if release:
+                jax.block_until_ready(new)  # the next bucket's buffers come after this one's
+                for array in old:
+                    array.delete()
+            for i, array in zip(bucket, new, strict=True):
+                leaves[i] = array
+        return self._treedef.unflatten(leaves)
+
+    def _cut_into_buckets(self, limit: int) -> Iterator[list[int]]:
+        """Indices of the parameters that move, in order, at most `limit` bytes together."""
+        bucket: list[int] = []
+        for i, shape in enumerate(self._shapes):
+            same = self._train[i].is_equivalent_to(self._generate[i], len(shape.shape))
+            if same and shape.dtype == self._dtype:
+                continue
+            if bucket and self._bytes([*bucket, i], self._generate) > limit:
+                yield bucket
+                bucket = []
+            bucket.append(i)
+        if bucket:
+            yield bucket
+
+    def _compiled(
+        self, bucket: list[int], move: Callable[..., Any], shardings: list[NamedSharding]
+    ) -> Any:
+        return jax.jit(partial(move, bucket), out_shardings=[shardings[i] for i in bucket])
+
+    def _to_generate(self, bucket: list[int], weights: list[jax.Array]) -> list[jax.Array]:
         """Cast in the training layout: half the bytes move when generation is in half precision."""
-        cast = [leaf.astype(self._dtype) for leaf in leaves]
-        return jax.lax.with_sharding_constraint(cast, self._only_moved(self._train))
+        weights = [weight.astype(self._dtype) for weight in weights]
+        if self._by_compiler:
+            before = [self._train[i] for i in bucket]
+            return jax.lax.with_sharding_constraint(weights, before)
+
+        def local(weights: list[jax.Array]) -> list[jax.Array]:
+            return [_gathered(x, self._leaves[i]) for i, x in zip(bucket, weights, strict=True)]
+
+        return self._manual(bucket, local, self._train, self._generate)(weights)
+
+    def _to_train(self, bucket: list[int], weights: list[jax.Array]) -> list[jax.Array]:
+        def local(weights: list[jax.Array]) -> list[jax.Array]:
+            return [_sliced(x, self._leaves[i]) for i, x in zip(bucket, weights, strict=True)]
+
+        return self._manual(bucket, local, self._generate, self._train)(weights)
+
+    def _manual(
+        self,
+        bucket: list[int],
+        local: Callable[..., Any],
+        before: list[NamedSharding],
+        after: list[NamedSharding],
+    ) -> Callable[..., Any]:
+        in_specs: list[PartitionSpec] = [before[i].spec for i in bucket]
+        out_specs = [after[i].spec for i in bucket]
+        return jax.shard_map(
+            local, mesh=self._mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+        )
+
+    def _bytes(self, bucket: Any, shardings: list[NamedSharding]) -> int:
+        sizes = (math.prod(shardings[i].shard_shape(self._shapes[i].shape)) for i in bucket)
+        return sum(sizes) * self._dtype.itemsize
+
+
+def _sharding_axes(mesh: Mesh, layout: Layout, logical: str | None) -> tuple[str, ...]:
+    """Mesh axes that really shard a dimension: those of size 1 are left out."""
+    axes = layout.mesh_axes(logical) if logical else ()
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _gathered(x: jax.Array, leaf: _Leaf) -> jax.Array:
+    for dim, axes in leaf.gathers():
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    for dim, axes in leaf.cuts():
+        x = _slice(x, dim, axes)
+    return x
+
+
+def _sliced(x: jax.Array, leaf: _Leaf) -> jax.Array:
+    for dim, axes in leaf.gathers():
+        x = _slice(x, dim, axes)
+    return x
+
+
+def _slice(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+    """This device's part of a dimension that `axes` shard."""
+    size = x.shape[dim] // math.prod(jax.lax.axis_size(axis) for axis in axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hfjax.controller.protocol import Shard, rows_per_replica
-from meshes.layouts import Layout, batch_sharding
+from meshes.layouts import BATCH, Layout, batch_sharding
+from meshes.mesh import shape_of
 
 PASS_TOKENS = 16_384  # padded tokens a replica in one pass: bounds its activations
 
@@ -23,8 +24,8 @@ class Passes:
     do not exist are fillers, and are dropped on the way back.
     """
 
-    def __init__(self, mesh: Mesh, layout: Layout, replicas: int) -> None:
-        self.replicas = replicas
+    def __init__(self, mesh: Mesh, layout: Layout) -> None:
+        self.replicas = shape_of(mesh).over(layout.mesh_axes(BATCH))
         self.sharding = batch_sharding(mesh, layout)
 
     def over(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ replica (on its own devices, so nothing is copied), and is mapped over the stack
 stacked too, and stay where they are until `reduce` or `scatter` (ZeRO, arXiv 1910.02054 §5).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from hfjax.models.llama import Params, Run
 from meshes.layouts import (
     BATCH,
     EMBED,
+    HYBRID,
     LAYERS,
     Axes,
     Layout,
@@ -29,10 +31,9 @@ from meshes.layouts import (
     is_axes,
     shardings,
     state_layout,
+    zero_axes,
 )
-from meshes.mesh import AXES, DATA, FSDP
-
-OVER = (DATA, FSDP)  # mesh axes of the replicas, outer to inner
+from meshes.mesh import AXES
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,41 @@ class _Leaf:
 class Replicas:
     """Moves between weights in `layout`, stacked weights and gradients, and the state's layout."""
 
-    def __init__(self, mesh: Mesh, layout: Layout, shapes: Any, axes: Any, dtype: Any) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        layout: Layout,
+        shapes: Any,
+        axes: Any,
+        dtype: Any,
+        *,
+        relay: str = HYBRID,
+    ) -> None:
         """`shapes` and `axes` of the parameters (abstract_params), `dtype` of computation."""
-        sharded = mesh.shape[FSDP] > 1
+        self._batch, self._zero = layout.mesh_axes(BATCH), zero_axes(relay)
+        sharded = _size(mesh, self._zero) > 1
         layout = layout if sharded else Layout(layout.name, {**layout.rules, EMBED: None})
-        state = state_layout(layout) if sharded else layout
+        state = state_layout(layout, relay) if sharded else layout
         for each in (layout, state):
             check(mesh, each, shapes, axes)
         self.mesh, self.layout, self.dtype = mesh, layout, jnp.dtype(dtype)
-        self.count = mesh.shape[DATA] * mesh.shape[FSDP]
+        self.count = _size(mesh, self._batch)
         self.row_sharding = batch_sharding(mesh, layout)
         self.weight_shardings = shardings(mesh, layout, axes)
         self.state_shardings = shardings(mesh, state, axes)
         self.stages = stages_of(mesh)
         across = STAGES if self.stages > 1 else ()
-        self._over = (*OVER, *across)
-        self._leaves = jax.tree.map(partial(_leaf, layout, state, across), axes, is_leaf=is_axes)
+        self._over = (*self._batch, *across)
+        self._leaves = jax.tree.map(
+            partial(_leaf, layout, state, across, self._zero), axes, is_leaf=is_axes
+        )
         flat = jax.tree_util.tree_leaves_with_path(self._leaves)
         self._by_name: dict[str, _Leaf] = {path[-1].key: leaf for path, leaf in flat}
         self.gathers = any(leaf.gathered for leaf in self._by_name.values())
         self._inner = Layout(layout.name, {**layout.rules, BATCH: None})
         self._same = self.gathers or (not sharded and self.dtype == jnp.float32)
+        # ZeRO-3 casts layer by layer, where the weights are used
+        self.weight_dtype = jnp.dtype(jnp.float32) if self.gathers else self.dtype
         # cast before it moves: half the bytes in half precision
         self._as_weights = jax.jit(self._cast, out_shardings=self.weight_shardings)
 
@@ -120,7 +135,7 @@ class Replicas:
     ) -> tuple[jax.Array, None]:
         """Rows from all stages to the pipeline, and from its end back to all stages."""
         T, D = x_NcTD.shape[2:]
-        spread, copies = PartitionSpec(self._over), PartitionSpec(STAGES, None, OVER)
+        spread, copies = PartitionSpec(self._over), PartitionSpec(STAGES, None, self._batch)
 
         def enter(x_1cTD: jax.Array) -> jax.Array:
             x_bTD = jax.lax.all_gather(x_1cTD[0], STAGES, axis=0, tiled=True)[:rows]
@@ -136,10 +151,15 @@ class Replicas:
         x_pMRbTD = pipeline(self.mesh, micros, fence=self.gathers)(body, x_pMRbTD, layers)
         return self._manual(leave, copies, spread)(x_pMRbTD), None
 
+    def _scattered(self, x: jax.Array, leaf: _Leaf) -> jax.Array:
+        if leaf.shard is None:
+            return x
+        return jax.lax.psum_scatter(x, self._zero, scatter_dimension=leaf.shard, tiled=True)
+
     def _each(self, function: Callable) -> Callable:
         """`function` for every replica; inside a stage, for every replica there."""
         inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-        return jax.vmap(function, spmd_axis_name=OVER if inside else self._over)
+        return jax.vmap(function, spmd_axis_name=self._batch if inside else self._over)
 
     def _cast(self, params: Params) -> Params:
         cast = jax.tree.map(lambda p: p.astype(self.dtype), params)
@@ -163,7 +183,7 @@ class Replicas:
         """Gradients reduce-scattered over fsdp, and still stacked over `data` (ZeRO-2)."""
 
         def local(x: jax.Array, leaf: _Leaf) -> jax.Array:
-            return x if leaf.gathered else _scatter(x, leaf)
+            return x if leaf.gathered else self._scattered(x, leaf)
 
         return self._moved(local, "stacked", "scattered")(stacked)
 
@@ -172,8 +192,8 @@ class Replicas:
 
         def local(x: jax.Array, leaf: _Leaf) -> jax.Array:
             whole = not scattered and not leaf.gathered
-            x = _scatter(x, leaf) if whole else x
-            over = OVER if leaf.shard is None else (DATA,)
+            x = self._scattered(x, leaf) if whole else x
+            over = tuple(a for a in self._batch if leaf.shard is None or a not in self._zero)
             return jax.lax.psum(jnp.squeeze(x, leaf.at), (*over, *leaf.across))
 
         return self._moved(local, "scattered" if scattered else "stacked", "state")(grads)
@@ -198,14 +218,16 @@ class Replicas:
         before = PartitionSpec(*leaf.stacked[leaf.at :])  # of one layer
         assert leaf.shard is not None
         dim = leaf.shard - leaf.at
-        after = PartitionSpec((*OVER, *leaf.across), *before[1:dim], None, *before[dim + 1 :])
+        after = PartitionSpec(
+            (*self._batch, *leaf.across), *before[1:dim], None, *before[dim + 1 :]
+        )
 
         def local(x: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(x.astype(self.dtype), FSDP, axis=dim, tiled=True)
+            return jax.lax.all_gather(x.astype(self.dtype), self._zero, axis=dim, tiled=True)
 
         def back(g: jax.Array) -> jax.Array:
             g = g.astype(jnp.float32)
-            return jax.lax.psum_scatter(g, FSDP, scatter_dimension=dim, tiled=True)
+            return jax.lax.psum_scatter(g, self._zero, scatter_dimension=dim, tiled=True)
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
@@ -245,15 +267,19 @@ class Replicas:
         )
 
 
-def _leaf(layout: Layout, state: Layout, across: tuple[str, ...], axes: Axes) -> _Leaf:
+def _leaf(
+    layout: Layout, state: Layout, across: tuple[str, ...], zero: tuple[str, ...], axes: Axes
+) -> _Leaf:
     """`across`: the stages, where each of them works with a copy of what is not in layers."""
     weight, held = layout.spec(axes), state.spec(axes)
     at = 1 if axes[:1] == (LAYERS,) else 0
     across = () if at else across
-    gathered = any(FSDP in _names(entry) for entry in weight)
-    dims = [i for i, entry in enumerate(held) if FSDP in _names(entry)]
-    stack = (*((DATA,) if gathered else OVER), *across)
-    parts = (*((DATA,) if dims else OVER), *across)
+    gathered = any(_names(entry) == zero for entry in weight)
+    dims = [i for i, entry in enumerate(held) if _names(entry) == zero]
+    batch = layout.mesh_axes(BATCH)
+    outer = tuple(axis for axis in batch if axis not in zero)
+    stack = (*(outer if gathered else batch), *across)
+    parts = (*(outer if dims else batch), *across)
     return _Leaf(
         weight=weight,
         state=held,
@@ -272,10 +298,8 @@ def _filled(x_Rb: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x_Rb, [(0, 0), (0, missing)] + [(0, 0)] * (x_Rb.ndim - 2))
 
 
-def _scatter(x: jax.Array, leaf: _Leaf) -> jax.Array:
-    if leaf.shard is None:
-        return x
-    return jax.lax.psum_scatter(x, FSDP, scatter_dimension=leaf.shard, tiled=True)
+def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -86,9 +86,9 @@ def test_every_violation_is_named_at_once() -> None:
     assert "tensor=8 does not divide heads=6, mlp=60; use tensor 1, 2, 3 or 6" in message
 
 
-def test_pipelines_are_refused_for_now() -> None:
+def test_stages_that_do_not_divide_the_layers_are_refused() -> None:
     shape = MeshShape(pipe=2, pipe_micro=2)
-    with pytest.raises(ValueError, match=r"pipe=4: .*not available yet; use pipe = 1"):
+    with pytest.raises(ValueError, match=r"pipe=4 does not divide layers=2; use pipe 1 or 2"):
         check(shape, train_layout(shape, kv_heads=4), _shapes(), AXES_TREE)
 
 

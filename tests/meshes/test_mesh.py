@@ -27,9 +27,9 @@ def test_axis_sizes_are_positive_whole_numbers(size: object) -> None:
         MeshShape(tensor=size)  # pyright: ignore[reportArgumentType]
 
 
-def test_replica_counts() -> None:
+def test_shards_over_some_axes() -> None:
     shape = MeshShape(data=2, fsdp=3, pipe=1, pipe_micro=2, tensor=5, tensor_micro=7)
-    assert (shape.replicas, shape.micro_replicas, shape.gen_replicas) == (6, 14, 84)
+    assert (shape.over(("data", "fsdp")), shape.over(("pipe_micro", "tensor_micro"))) == (6, 14)
 
 
 def _groups(shape: MeshShape, *axes: str) -> set[tuple[int, ...]]:

@@ -41,7 +41,7 @@ def test_a_file_becomes_pools_and_split_meshes() -> None:
     actor = placement.roles["actor"]
     assert actor.train == MeshShape(data=2, tensor=2)
     assert actor.mesh_shape == MeshShape(data=2, tensor=1, tensor_micro=2)
-    assert actor.mesh_shape.micro_replicas == 2
+    assert actor.micro_replicas == 2
     assert placement.roles["critic"].mesh_shape == MeshShape(fsdp=4)
     assert placement.roles["reward"].mesh_shape == MeshShape(data=4)
     assert placement.roles_of("value") == ("critic", "reward")
@@ -92,9 +92,14 @@ REFUSALS = {
         ("{ tensor = 1 }", "{ tensor = 3 }"),
         r"generate: tensor = 3 does not divide train.tensor = 2; use tensor 1 or 2",
     ),
-    "pipeline": (
-        ("data = 2, tensor = 2", "data = 2, pipe = 2"),
-        r"\[actor\] train: pipe=2: .*not available yet; use pipe = 1",
+    "stage": (('"policy"\n', '"policy"\nzero = 4\n'), r"zero = 4: stages .* are 1, 2 or 3"),
+    "stage 2 in a pipeline": (
+        ("data = 2, tensor = 2 }", "fsdp = 2, pipe = 2 }\nzero = 2"),
+        r"\[actor\] zero = 2 with pipe: .*use zero = 1 or 3",
+    ),
+    "ds-chat": (
+        ('"policy"\n', '"policy"\nrelay = "ds-chat"\n'),
+        r"'ds-chat' trains with ZeRO-3 alone .*use train = \{ fsdp = 4 \}",
     ),
     "relay": (('"policy"\n', '"policy"\nrelay = "hybird"\n'), r"'hybird' is unknown; use 'hybrid'"),
     "offload": (('"policy"\n', '"policy"\noffload = true\n'), r"not supported yet; .* = false"),

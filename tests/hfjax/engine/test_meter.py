@@ -11,12 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import hfjax
-from hfjax.engine.hybrid import Relay
 from hfjax.engine.meter import count, held_bytes, memory
-from hfjax.models.llama import abstract_params
-from meshes.layouts import generate_layout, train_layout
-from meshes.mesh import MeshShape, make_mesh
-from tests.hfjax.engine.cases import CFG
 
 meter = hfjax.meter
 
@@ -440,28 +435,6 @@ def test_bfloat16_on_cpu_is_refused_because_the_compiler_widens_it():
     half = meter(gather(AB), abstract(AB, (8, 6), "b", dtype=jnp.float16), mesh=AB)
     assert half.element_types() == ("f16",)
     assert half.bytes_received == 72
-
-
-# ---- the relay
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_relay_receives_exactly_what_it_says(dtype, tensor):
-    shape = MeshShape(data=2, tensor=tensor, tensor_micro=4 // tensor)
-    mesh = make_mesh(jax.devices(), shape)
-    before = train_layout(shape, kv_heads=CFG.kv_heads)
-    after = generate_layout(shape, kv_heads=CFG.kv_heads)
-    shapes, axes = abstract_params(CFG, "lm", jnp.float32)
-    relay = Relay(mesh, before, after, shapes, axes, dtype)
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for leaf, sharding in zip(jax.tree.leaves(shapes), relay._train, strict=True)
-    ]
-    traffic = meter(relay._move, relay._only_moved(leaves), mesh=mesh)
-    assert set(traffic.by_kind()) == {"all-gather"}
-    assert set(traffic.by_axes()) == {("tensor_micro",)}
-    assert traffic.bytes_received == relay.bytes_moved() > 0
 
 
 # ---- the table

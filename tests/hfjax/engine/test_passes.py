@@ -16,7 +16,7 @@ from meshes.mesh import MeshShape, make_mesh
 def _passes(replicas: int) -> Passes:
     shape = MeshShape(data=replicas)
     mesh = make_mesh(jax.devices()[:replicas], shape)
-    return Passes(mesh, train_layout(shape, kv_heads=1), replicas)
+    return Passes(mesh, train_layout(shape, kv_heads=1))
 
 
 def _shard(rows: int, group: int = 1) -> Shard:

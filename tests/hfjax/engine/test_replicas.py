@@ -57,7 +57,7 @@ def test_no_stage_of_zero_changes_a_gradient(name, one_device):
     trainer = make_trainer(LOSSES[head], shape, head=head, zero=zero, **OPTIONS)
     params = place_params(host_params(head=head), shape, head)
     for rows in CUTS:
-        micros = cut_micros(batch(), replicas=shape.replicas, micro_sequences=rows)
+        micros = cut_micros(batch(), replicas=shape.data * shape.fsdp, micro_sequences=rows)
         loss, grads, _ = trainer.gradients(params, micros)
         assert_close((loss, grads), one_device[head])
         same = jax.tree.map(

@@ -215,7 +215,7 @@ def test_scores_do_not_depend_on_the_layout(name):
     }
     assert_close(results, expected_scores(params, batch["input_ids"], batch["length"]))
     assert len(logp_BT.sharding.device_set) == shape.devices
-    assert logp_BT.sharding.shard_shape((8, 20)) == (8 // shape.replicas, 20)
+    assert logp_BT.sharding.shard_shape((8, 20)) == (8 // (shape.data * shape.fsdp), 20)
 
 
 def test_scoring_collects_no_vocabulary():

@@ -99,7 +99,7 @@ def test_no_number_depends_on_the_layout(head):
         shape = SHAPES[name]
         trainer = trainer_of(LOSSES[head], shape, head=head)
         params = place_params(host_params(head=head), shape, head)
-        micros = cut_micros(make_batch(), replicas=shape.replicas)
+        micros = cut_micros(make_batch(), replicas=shape.data * shape.fsdp)
         results[name] = trainer.gradients(params, micros)
     loss, grads, metrics = results.pop("one device")
     assert np.abs(np.asarray(grads["embed"])).max() > 1e-4
@@ -174,8 +174,8 @@ def test_a_dummy_row_changes_no_gradient(head):
     results = []
     for shape in (ONE, MeshShape(data=4)):
         trainer = trainer_of(LOSSES[head], shape, head=head)
-        micros = cut_micros(batch, replicas=shape.replicas)
-        assert micros[0]["input_ids"].shape == (1, 4 if shape.replicas == 4 else 3, 20)
+        micros = cut_micros(batch, replicas=shape.data * shape.fsdp)
+        assert micros[0]["input_ids"].shape == (1, 4 if shape.data == 4 else 3, 20)
         params = place_params(host_params(head=head), shape, head)
         results.append(trainer.gradients(params, micros)[:2])
     assert_close(results[1], results[0], 2e-6)
