@@ -144,7 +144,7 @@ def first_step(case: Case, folder: str | Path, *, model: str, init: str = "pretr
     with Run(ppo, config) as run:
         run.models.step = STEP
         start_s = time.perf_counter()
-        batch, metrics = ppo.step(run.models, Batch(run.source.next_batch()), config.algorithm)
+        batch, metrics = ppo.step(run.models, Batch(run.plan.source.next_batch()), config.algorithm)
         record = dict(batch.metrics.result()) | dict(metrics.result())
         columns = batch.resolved()
         seconds = time.perf_counter() - start_s

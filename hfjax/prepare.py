@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will do, checked on the driver: no process has been started, no file written."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from hfjax.config import RolloutConfig
+from hfjax.data import HeldOut, Source, extent, make_sources
+from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
+from hfjax.items import PROMPTS
+from hfjax.models.hf import load_config, resolve_model
+from hfjax.rewards import FunctionReward
+from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
+from meshes.placement import Placement, load_placement, single_pool
+
+LOOK_TIMEOUT_S = 120
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run whose settings, model, data and placement fit together."""
+
+    config: Any
+    model: str  # its files, absolute
+    source: Source  # of training batches
+    held_out: HeldOut | None
+    n: int  # rows a prompt
+    steps: int
+    builders: Mapping[str, partial[Any]]  # a role's class with its settings
+    placement: Placement
+
+    @property
+    def rollout(self) -> RolloutConfig | None:
+        """None where nothing is generated."""
+        return getattr(self.config, "rollout", None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.config.data.prompts_per_step * self.n
+
+    @property
+    def trained(self) -> list[str]:
+        """Roles with a training state."""
+        return [k for k, b in self.builders.items() if issubclass(role_class(b), TrainedRole)]
+
+    def sizes(self) -> str:
+        """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
+        prompts = self.config.data.prompts_per_step
+        parts = [f"a step: {prompts} prompts x {self.n} = {self.rows} rows"]
+        for role in self.trained:
+            t = getattr(self.config, role)
+            mini = t.minibatch_sequences or self.rows
+            micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
+            updates = t.epochs * (self.rows // mini)
+            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
+        return f"{'; '.join(parts)}; {self.steps} steps"
+
+
+def prepare(algorithm: ModuleType, config: Any) -> Plan:
+    """The plan of a run; ValueError names what cannot work."""
+    getattr(algorithm, "check", lambda config: None)(config)
+    rollout = getattr(config, "rollout", None)
+    n = rollout.n if rollout else 1
+    model = str(resolve_model(config.model).resolve())
+    data = config.data
+    if rollout and config.reward.model:
+        data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
+    kind = getattr(algorithm, "DATA", PROMPTS)
+    source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed)
+    steps = config.steps or config.epochs * source.steps_per_epoch
+    builders = _builders(algorithm.roles(config.algorithm), config, model, steps)
+    plan = Plan(
+        config=config,
+        model=model,
+        source=source,
+        held_out=held_out,
+        n=n,
+        steps=steps,
+        builders=builders,
+        placement=_placement(config, builders),
+    )
+    tokens, highest_id = _extent(plan)
+    for role, place in plan.placement.roles.items():
+        _check_micro(plan, role, tokens)
+        check_model(builders[role], place.mesh_shape, tokens, highest_id)
+    return plan
+
+
+def _builders(
+    roles: Mapping[str, Any], config: Any, model: str, steps: int
+) -> dict[str, partial[Any]]:
+    """The algorithm's roles with the run's settings bound to them."""
+    rollout = getattr(config, "rollout", None)
+    rows = config.data.prompts_per_step * (rollout.n if rollout else 1)
+    weights = {"model": model, "random": config.init == "random", "seed": config.seed}
+    bound: dict[str, partial[Any]] = {}
+    for role, builder in roles.items():
+        assert isinstance(builder, partial), f"roles()[{role!r}] must be a functools.partial"
+        if role in ("actor", "critic"):
+            training = _training(getattr(config, role), rows, steps)
+            more = {"rollout": rollout} if role == "actor" else {}
+            bound[role] = partial(builder, **weights, training=training, **more)
+        elif builder.func is Reward:
+            bound[role] = _reward(builder, config.reward, model)
+        else:
+            temperature = rollout.temperature if rollout else 1.0
+            dtype = config.actor.compute_dtype
+            bound[role] = partial(builder, **weights, compute_dtype=dtype, temperature=temperature)
+    return bound
+
+
+def _training(training: Any, rows: int, steps: int) -> Any:
+    """The settings with the schedule sized in this run's optimizer updates."""
+    minibatch = training.minibatch_sequences or rows
+    if rows % minibatch:
+        legal = [k for k in range(1, rows + 1) if rows % k == 0]
+        raise ValueError(
+            f"minibatch_sequences={minibatch} does not divide the {rows} rows of a step "
+            f"(data.prompts_per_step x rollout.n); use one of {legal}"
+        )
+    if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
+        return training
+    updates = steps * training.epochs * (rows // minibatch)
+    optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
+    return dataclasses.replace(training, optimizer=optimizer)
+
+
+def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
+    """The score model on devices, or the function beside the controller."""
+    if reward.model:
+        return partial(builder, model=str(resolve_model(reward.model)))
+    if not reward.function:
+        raise ValueError("reward: set reward.function=module:function or reward.model=DIR")
+    return partial(FunctionReward, model=model, reward=reward)
+
+
+def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+    placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
+    if config.placement:
+        return load_placement(config.placement, placed)
+    return single_pool(placed, _devices_found(config.runtime))
+
+
+def _devices_found(runtime: str) -> int:
+    """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
+    if runtime == "local":
+        import jax
+
+        return len(jax.devices())
+    look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
+    found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    if found.returncode:
+        raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
+    return int(found.stdout.split()[-1])
+
+
+def _extent(plan: Plan) -> tuple[int, int]:
+    """Tokens of the longest row there can be, and the highest id, the actor's own included."""
+    sets = [plan.source.items] + ([plan.held_out.items] if plan.held_out else [])
+    lengths, ids = zip(*map(extent, sets), strict=True)
+    if plan.rollout is None:
+        return max(lengths), max(ids)
+    vocab = load_config(plan.model).vocab
+    return max(lengths) + plan.rollout.max_new_tokens, max(*ids, vocab - 1)
+
+
+def _check_micro(plan: Plan, role: str, tokens: int) -> None:
+    """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
+    training = getattr(plan.config, role, None)
+    replicas = plan.placement.roles[role].mesh_shape.replicas
+    if training and training.micro_sequences:
+        rows = training.minibatch_sequences or plan.rows
+        check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
+    if training and training.micro_tokens:
+        limit = training.micro_tokens
+        check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
