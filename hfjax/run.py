@@ -49,7 +49,7 @@ MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run e
 EVAL_ROWS = 512  # rows of one evaluation batch
 
 
-def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
+def train(algorithm: ModuleType, /, config: Any = None, **overrides: Any) -> Path:
     """Runs `algorithm` under `config`, or its defaults with `overrides`; the run's directory.
 
     Overrides name top-level settings, with a dict for a section:
