@@ -9,10 +9,11 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 
-from hfjax.config import SECTIONS, RunConfig
+from hfjax.config import SECTIONS, RunConfig, setting_names
 
 PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
 
@@ -56,6 +57,9 @@ def config_class(algorithm: ModuleType) -> type:
         RunConfig.__name__, fields, bases=(RunConfig,), frozen=True, kw_only=True
     )
     cls.__module__ = RunConfig.__module__  # --help reads the comments in that class's source
+    for name, kind in setting_names(cls).items():
+        if type(None) in typing.get_args(kind):
+            raise ValueError(f"setting {name}: TOML has no None; let a value such as 0 mean off")
     return cls
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -236,13 +235,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_toml(config: Any) -> str:
     """The settings as TOML; reading it back gives the same settings."""
-    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if v is not None}
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+    return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -252,9 +245,6 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         if value not in args:
             raise ValueError(f"{where}={value!r}; use one of {', '.join(map(str, args))}")
         return value
-    if origin in (typing.Union, types.UnionType):
-        inner = [a for a in args if a is not type(None)]
-        return None if value is None else _typed(inner[0], value, where)
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}={value!r}; use a list")

@@ -198,7 +198,7 @@ def check_policy_clip(eps_low: float, eps_high: float, dual_clip: float | None) 
         raise ValueError(f"eps_high={eps_high} must be finite and > 0, for example 0.2")
     if dual_clip is not None and not 1.0 < dual_clip < math.inf:
         raise ValueError(
-            f"dual_clip={dual_clip} must be > 1 (3.0 is usual), or None to leave it out"
+            f"dual_clip={dual_clip} must be > 1 (3.0 is usual), or left out (in settings: 0)"
         )
 
 
