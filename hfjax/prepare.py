@@ -73,6 +73,8 @@ def prepare(algorithm: ModuleType, config: Any) -> Plan:
         data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
     kind = getattr(algorithm, "DATA", PROMPTS)
     source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed)
+    if config.eval_every and held_out is None:
+        raise ValueError(f"eval_every={config.eval_every}: set data.eval too, or leave it 0")
     steps = config.steps or config.epochs * source.steps_per_epoch
     builders = _builders(algorithm.roles(config.algorithm), config, model, steps)
     plan = Plan(

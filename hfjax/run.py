@@ -72,7 +72,7 @@ def default_config(
 ) -> Any:
     """Defaults, for the embedded model those of its recipe, then the TOML file's settings.
 
-    With `own_data` the recipe's files and reward are left out: they belong to each other.
+    With `own_data` the recipe's files, reward and eval_every are left out: they belong together.
     """
     cls = config_class(algorithm)
     config = cls()
@@ -82,7 +82,7 @@ def default_config(
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
         if own_data:
-            table.pop("reward", None)
+            table = {k: v for k, v in table.items() if k not in ("reward", "eval_every")}
             table["data"] = {k: v for k, v in table["data"].items() if k not in ("train", "eval")}
         config = from_dict(cls, table, where=str(recipe), base=config)
     if file:

@@ -8,7 +8,10 @@ import pytest
 
 import hfjax
 from algorithms import ppo
+from hfjax import cli
 from hfjax.config import to_toml
+from tests.fixtures import path_table, write_lut
+from tests.test_run import EOS, prompts_file
 
 
 def test_the_algorithms_own_settings_are_an_override_of_train(
@@ -36,3 +39,101 @@ def test_the_algorithms_own_settings_are_an_override_of_train(
     hfjax.train(ppo, algorithm={"gamma": 0.9})
     assert seen[0].algorithm.gamma == 0.9
     assert "gamma = 0.9" in to_toml(seen[0])
+
+
+REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
+    "top level": ("ppo", "learning_rate = 1e-4", "", ["learning_rate", "actor.optimizer.lr"]),
+    "misspelt": ("ppo", "[algorithm]\nclip_ration = 0.1", "", ["clip_ration", "algorithm.clip_"]),
+    "hyphen": ("ppo", "[actor]\nmicro-sequences = 2", "", ["actor", "micro_sequences"]),
+    "text": ("ppo", "[actor.optimizer]\nlr = 'fast'", "", ["optimizer", "lr", "fast", "float"]),
+    "broken": ("ppo", "[actor]\nx = = 1", "", ["line 2, column 5"]),
+    "contradiction": (
+        *("ppo", "[actor]\nmicro_tokens = 4\nmicro_sequences = 4", ""),
+        ["actor", "micro_sequences", "micro_tokens", "one of the two"],
+    ),
+    "choice": ("ppo", "[actor]\nremat = 'some'", "", ["remat", "some", "none, layer, dots"]),
+    "other section": ("grpo", "[critic]\nepochs = 1", "", ["[critic]", "grpo", "actor"]),
+    "not a table": ("ppo", "actor = 3", "", ["actor", "table"]),
+    "no file": ("ppo", None, "--config nowhere.toml", ["nowhere.toml", "no such file"]),
+    "option": ("ppo", None, "--learning-rate 1", ["learning_rate", "actor.optimizer.lr"]),
+    "option of a section": ("ppo", None, "--actor.lr 1", ["lr", "[actor]", "actor.optimizer.lr"]),
+    "option's value": ("ppo", None, "--actor.optimizer.lr fast", ["actor.optimizer.lr", "fast"]),
+    "option's choice": ("ppo", None, "--actor.remat some", ["actor.remat", "some", "layer"]),
+    "additive form": ("ppo", None, "+actor.optimizer.lr=1", ["+actor.optimizer.lr", "--"]),
+    "value of a switch": ("ppo", None, "--resume true --out x", ["true", "switch"]),
+    "unused section": ("grpo", None, "--critic.epochs 2", ["[critic]", "grpo", "rollout"]),
+    "algorithm": ("pp0", None, "", ["pp0", "ppo", "grpo", "sft"]),
+    "model": ("ppo", None, "--model nowhere", ["model", "nowhere", "embedded"]),
+    "placement": ("ppo", None, "--placement nowhere", ["placement", "nowhere", "colocate"]),
+    "micro-batch": (
+        *("ppo", None, "--actor.micro-sequences 3"),
+        ["actor.micro_sequences=3", "4 rows", "multiple of 8"],
+    ),
+    "micro-batch of tokens": (
+        *("ppo", None, "--critic.micro-tokens 200"),
+        ["critic.micro_tokens=200", "at least 8 x "],
+    ),
+    "a group of one": ("grpo", None, "--rollout.n 1", ["rollout.n=1", "2 or more"]),
+    "reward": ("grpo", None, "--reward.workers 0", ["reward.workers=0", "at least 1"]),
+    "a seed of more than 32 bits": ("ppo", None, "--seed 4294967296", ["seed=4294967296", "2**32"]),
+    "greedy groups": (
+        *("grpo", None, "--rollout.temperature 0 --rollout.n 2"),
+        ["rollout.temperature=0", "n > 1", "equal"],
+    ),
+    "a least length without stops": (
+        *("ppo", None, "--rollout.ignore-eos --rollout.min-new-tokens 2"),
+        ["rollout.min_new_tokens=2", "rollout.ignore_eos"],
+    ),
+    "evaluation of nothing": ("ppo", None, "--eval-every 2", ["eval_every=2", "data.eval"]),
+    "a loss without gradient": (
+        *("grpo", None, "--algorithm.kl.estimator k1"),
+        ["kl.estimator=k1", "kl.where=loss", "k2 or k3"],
+    ),
+    "a loss without gradient, from PPO's reward": (
+        *("ppo", None, "--algorithm.kl.where loss"),
+        ["kl.estimator=k1", "kl.where=loss", "k2 or k3"],
+    ),
+    "workers of a score model": (
+        *("ppo", "[reward]\nmodel = 'DIR'\nworkers = 4", ""),
+        ["reward.workers=4", "2 with reward.model"],
+    ),
+    "skipped rows of a score model": (
+        *("ppo", "[reward]\nmodel = 'DIR'\non_error = 'skip'", ""),
+        ["reward.on_error=skip", "reward.model"],
+    ),
+    "dual clip": ("ppo", None, "--algorithm.dual-clip 1", ["dual_clip=1.0", "> 1", "3.0"]),
+    "dual clip in a file": ("grpo", "[algorithm]\ndual_clip = 0.5", "", ["dual_clip=0.5", "> 1"]),
+    "mini-batch": (
+        *("ppo", None, "--actor.minibatch-sequences 3"),
+        ["minibatch_sequences=3", "4 rows", "[1, 2, 4]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_meant_is_refused_by_name(
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit status 2 before a model is built; the message names key, section and a legal choice."""
+    algorithm, toml, arguments, named = REFUSALS[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: pytest.fail("processes were started"))
+    base = [
+        *("--model", str(write_lut(tmp_path / "model", path_table(3, EOS)))),
+        *("--data", prompts_file(tmp_path / "train.jsonl", [[3]] * 4)),
+        *("--reward.function", "hfjax.arithmetic:sum_reward", "--runtime", "local"),
+        *("--data.prompts-per-step", "4", "--data.max-prompt-tokens", "64"),
+    ]
+    if toml is not None:
+        Path("given.toml").write_text(toml)
+        base += ["--config", "given.toml"]
+    try:
+        status = cli.main(["train", algorithm, *base, *arguments.split()])
+    except SystemExit as error:
+        status = error.code
+    message = capsys.readouterr().err
+    assert status == 2
+    assert [name for name in named if name not in message] == []
