@@ -8,6 +8,7 @@ A module has Settings, roles(cfg) and step(m, prompts, cfg). It may have DATA, t
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
 import typing
 from pathlib import Path
@@ -66,11 +67,13 @@ def config_class(algorithm: ModuleType) -> type:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"algorithm={path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # random.py must not hide the library's; workers cannot import the name: they get it by value
+    name = "algorithm_" + re.sub(r"\W", "_", path.stem)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
