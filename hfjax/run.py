@@ -149,7 +149,7 @@ class Run:
                 self.log.write(step, record)
                 self.done = step
                 progress.update(bar, completed=step)
-        if stop.is_set():
+        if stop.is_set() and self.done < self.plan.steps:
             if self.done and self.store.latest() != self.done:
                 self.save(self.done)
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
@@ -164,9 +164,16 @@ class Run:
         record = dict(batch.metrics.result()) | dict(metrics.result())
         columns = batch.resolved()
         calls = self.models.drain()
-        seconds = _seconds(calls) | taken_seconds() | {"step": time.perf_counter() - start_s}
+        seconds = _seconds(calls)
+        if "timing_s/update_weights" in record:  # part of the call, but a stage of its own
+            seconds["gen"] -= record["timing_s/update_weights"]
+        seconds |= taken_seconds() | {"step": time.perf_counter() - start_s}
         tokens = int(columns["length"].sum()), int(columns["response_mask"].sum())
-        record |= batch_metrics(columns, max_prompt_length=self.config.data.max_prompt_tokens)
+        record |= batch_metrics(
+            columns,
+            max_prompt_length=self.config.data.max_prompt_tokens,
+            replicas=self.plan.placement.roles["actor"].mesh_shape.replicas,
+        )
         record |= timing_metrics(seconds, *tokens, devices=self.plan.placement.devices)
         record["training/epoch"] = self.plan.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import logging
+import signal
 import types
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_the_ratio_is_one_before_any_update(
         actor={"epochs": 2, "minibatch_sequences": 4, "micro_sequences": micro},
     )
     (record,) = records(train(watched(ppo)[0], config))
-    assert "dropout is not applied" in caplog.text
+    assert caplog.text.count("dropout is not applied") == 1  # though every role reads the file
     assert record["actor/ratio_gap"] <= 1e-5
     assert abs(record["actor/ppo_kl_k3"]) <= 1e-9
     assert record["actor/pg_clipfrac"] == 0
@@ -437,6 +438,43 @@ def test_a_trained_tied_model_has_its_logits_in_transformers(tmp_path: Path) -> 
         found_BTV = model.eval()(torch.tensor(TOKENS_BT)).logits.numpy()
     scale = np.abs(logits_BTV).max()
     np.testing.assert_allclose(found_BTV, logits_BTV, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_stages_share_no_second_and_each_replica_counts_its_own_tokens(tmp_path: Path) -> None:
+    """Rows of 3, 3 and 2, 2 tokens on two replicas; the relay is no part of gen."""
+    model = write_lut(tmp_path / "model", path_table(3, 4, EOS) + path_table(5, EOS))
+    placed(tmp_path / "placement.toml", MeshShape(data=2), "actor")
+    config = configured(
+        grpo,
+        tmp_path,
+        model,
+        [[3], [5]],
+        data={"shuffle": False},
+        algorithm={"kl": {"where": "none"}},
+    )
+    (record,) = records(train(grpo, config))
+    assert [record[f"global_seqlen/{name}"] for name in ("max", "min", "minmax_diff")] == [6, 4, 2]
+    stages = {k: v for k, v in record.items() if k.startswith("timing_s/")}
+    step_s = stages.pop("timing_s/step")
+    del stages["timing_s/save_checkpoint"]  # comes after the step
+    assert {"timing_s/gen", "timing_s/update_weights"} <= stages.keys()
+    assert sum(stages.values()) <= step_s
+
+
+def test_ctrl_c_in_the_last_step_leaves_a_finished_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted = types.ModuleType("interrupted")
+    vars(interrupted).update(vars(sft))
+
+    def step(models: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return sft.step(models, prompts, cfg)
+
+    vars(interrupted).update(step=step)
+    out = train(interrupted, tuning(tmp_path, steps=1))
+    assert [record["training/global_step"] for record in records(out)] == [1]
+    assert "--resume" not in capsys.readouterr().out
 
 
 def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path) -> None:
