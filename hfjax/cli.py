@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
-        return 2 if isinstance(error.__cause__, ValueError) else 1
+        return 2 if error.refusal else 1
     except KeyboardInterrupt:
         print(f"hfjax {command}: interrupted", file=sys.stderr)
         return 130

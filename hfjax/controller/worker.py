@@ -40,14 +40,18 @@ COLLECTIVE = re.compile(
 
 
 class RoleError(RuntimeError):
-    """A failure in a worker, with the role, rank, method, step and host it happened at."""
+    """A failure in a worker, with the role, rank, method, step and host it happened at.
 
-    def __init__(self, message: str, *, collective: bool = False) -> None:
+    `refusal`: its cause was a ValueError, the user's to mend.
+    """
+
+    def __init__(self, message: str, *, collective: bool = False, refusal: bool = False) -> None:
         super().__init__(message)
-        self.collective = collective
+        self.collective, self.refusal = collective, refusal
 
     def __reduce__(self) -> Any:
-        return functools.partial(RoleError, collective=self.collective), self.args
+        kind = {"collective": self.collective, "refusal": self.refusal}
+        return functools.partial(RoleError, **kind), self.args
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,12 @@ class Worker:
         except Exception as error:
             where = describe(role, method, step, self.pool, self.rank, self.host)
             text = f"{where}: {type(error).__name__}: {error}"
-            if not self.local:
+            refusal = isinstance(error, ValueError)
+            if not self.local and (not refusal or os.environ.get("HFJAX_TRACEBACK")):
                 text += f"\n\n{traceback.format_exc()}"
             foreign = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
             collective = foreign and COLLECTIVE.search(str(error)) is not None
-            raise RoleError(text, collective=collective) from error
+            raise RoleError(text, collective=collective, refusal=refusal) from error
 
 
 def _shard(call: Call, values: Sequence[Any]) -> Shard:

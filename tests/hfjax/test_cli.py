@@ -4,6 +4,7 @@
 import pytest
 
 from hfjax import cli
+from hfjax.controller.worker import RoleError
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,17 @@ def test_help_is_shown_with_status_0(
     except SystemExit as error:
         status = error.code
     assert (status, shown in capsys.readouterr().out) == (0, True)
+
+
+@pytest.mark.parametrize(("refusal", "status"), [(True, 2), (False, 1)])
+def test_the_status_of_a_workers_failure_is_its_causes(
+    refusal: bool, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through Ray an error has no __cause__; the mark on it says whose fault it was."""
+
+    def fail(arguments: list[str]) -> None:
+        raise RoleError("role 'actor', build at step 0: no", refusal=refusal)
+
+    monkeypatch.setattr(cli, "train", fail)
+    assert cli.main(["train", "ppo"]) == status
+    assert capsys.readouterr().err == "hfjax train ppo: role 'actor', build at step 0: no\n"
