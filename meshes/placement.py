@@ -224,12 +224,19 @@ class Placement:
             )
 
 
-def single_pool(roles: Iterable[str], devices: int, processes: int = 1) -> Placement:
-    """Every role on all devices, data parallel."""
+def single_pool(
+    roles: Iterable[str], devices: int, processes: int = 1, frozen: Collection[str] = ()
+) -> Placement:
+    """Every role on all devices, data parallel; `frozen` ones only compute."""
     shape = MeshShape(data=devices)
     return Placement(
         {"all": Pool("all", devices, processes)},
-        {role: RolePlacement(role, "all", train=shape) for role in roles},
+        {
+            role: RolePlacement(role, "all", infer=shape)
+            if role in frozen
+            else RolePlacement(role, "all", train=shape)
+            for role in roles
+        },
     )
 
 

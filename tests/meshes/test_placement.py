@@ -191,6 +191,12 @@ def test_single_pool() -> None:
     assert placement.roles["reference"].mesh_shape == MeshShape(data=8)
 
 
+def test_a_frozen_role_only_computes() -> None:
+    roles = single_pool(["actor", "reference"], 8, frozen=["reference"]).roles
+    assert (roles["actor"].train, roles["actor"].infer) == (MeshShape(data=8), None)
+    assert (roles["reference"].train, roles["reference"].infer) == (None, MeshShape(data=8))
+
+
 def test_table() -> None:
     # Columns are as wide as their longest cell, two spaces apart.
     assert parse_placement(GOOD).table().splitlines() == [
