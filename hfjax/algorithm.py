@@ -14,7 +14,8 @@ import typing
 from pathlib import Path
 from types import ModuleType
 
-from hfjax.config import SECTIONS, RunConfig, setting_names
+from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
+from hfjax.roles import TrainedRole, role_class
 
 PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
 
@@ -50,9 +51,10 @@ def config_class(algorithm: ModuleType) -> type:
     """RunConfig plus the sections that the algorithm's roles use, plus its own Settings."""
     settings = algorithm.Settings
     roles = algorithm.roles(settings())
-    used = ["data", *(name for name in ("actor", "critic", "reward") if name in roles)]
-    used += ["rollout"] if "reward" in roles else []
-    fields = [(n, SECTIONS[n], dataclasses.field(default=SECTIONS[n]())) for n in used]
+    trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
+    kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, TrainingConfig)
+    kinds |= {n: SECTIONS[n] for n in ("reward", "rollout") if "reward" in roles}
+    fields = [(n, kind, dataclasses.field(default=kind())) for n, kind in kinds.items()]
     fields.append(("algorithm", settings, dataclasses.field(default=settings())))
     cls = dataclasses.make_dataclass(
         RunConfig.__name__, fields, bases=(RunConfig,), frozen=True, kw_only=True

@@ -13,9 +13,18 @@ from hfjax.config import RolloutConfig
 from hfjax.data import HeldOut, Source, extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
-from hfjax.models.hf import load_config, resolve_model
+from hfjax.models.hf import check_files, load_config, resolve_model
 from hfjax.rewards import FunctionReward
-from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
+from hfjax.roles import (
+    WIDTH_BUCKET,
+    Actor,
+    ModelRole,
+    Reward,
+    TrainedRole,
+    check_model,
+    role_class,
+    stop_ids,
+)
 from meshes.placement import Placement, load_placement, single_pool
 
 LOOK_TIMEOUT_S = 120
@@ -88,9 +97,13 @@ def prepare(algorithm: ModuleType, config: Any) -> Plan:
         placement=_placement(config, builders),
     )
     tokens, highest_id = _extent(plan)
-    for role, place in plan.placement.roles.items():
+    for role in plan.trained:
         _check_micro(plan, role, tokens)
+    for role, place in plan.placement.roles.items():
         check_model(builders[role], place.mesh_shape, tokens, highest_id)
+        _check_weights(builders[role])
+    if rollout:
+        _check_stops(model, rollout)
     return plan
 
 
@@ -103,17 +116,19 @@ def _builders(
     weights = {"model": model, "random": config.init == "random", "seed": config.seed}
     bound: dict[str, partial[Any]] = {}
     for role, builder in roles.items():
-        assert isinstance(builder, partial), f"roles()[{role!r}] must be a functools.partial"
-        if role in ("actor", "critic"):
+        kind = role_class(builder)
+        if issubclass(kind, TrainedRole):
             training = _training(getattr(config, role), rows, steps)
-            more = {"rollout": rollout} if role == "actor" else {}
+            more = {"rollout": rollout} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
-        elif builder.func is Reward:
+        elif issubclass(kind, Reward):
             bound[role] = _reward(builder, config.reward, model)
-        else:
+        elif issubclass(kind, ModelRole):
             temperature = rollout.temperature if rollout else 1.0
             dtype = config.actor.compute_dtype
             bound[role] = partial(builder, **weights, compute_dtype=dtype, temperature=temperature)
+        else:
+            bound[role] = builder
     return bound
 
 
@@ -146,7 +161,8 @@ def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
     placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
     if config.placement:
         return load_placement(config.placement, placed)
-    return single_pool(placed, _devices_found(config.runtime))
+    frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
+    return single_pool(placed, _devices_found(config.runtime), frozen=frozen)
 
 
 def _devices_found(runtime: str) -> int:
@@ -174,11 +190,33 @@ def _extent(plan: Plan) -> tuple[int, int]:
 
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
-    training = getattr(plan.config, role, None)
+    training = getattr(plan.config, role)
     replicas = plan.placement.roles[role].mesh_shape.replicas
-    if training and training.micro_sequences:
+    if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
         check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
-    if training and training.micro_tokens:
+    if training.micro_tokens:
         limit = training.micro_tokens
         check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
+
+
+def _check_weights(builder: partial[Any]) -> None:
+    """Refuses files that lack a parameter of the role's model; new weights need none."""
+    role, settings = role_class(builder), builder.keywords
+    if issubclass(role, ModelRole) and not settings.get("random"):
+        check_files(settings["model"], load_config(settings["model"]), role.head)
+
+
+def _check_stops(model: str, rollout: RolloutConfig) -> None:
+    """Refuses responses that nothing can end."""
+    ids, vocab = stop_ids(model), load_config(model).vocab
+    if not ids and not rollout.ignore_eos:
+        raise ValueError(
+            f"{model} names no end token (eos_token_id in its configs, eos_token of the "
+            "tokenizer); add one, or set rollout.ignore_eos"
+        )
+    if ids and max(ids) >= vocab:
+        raise ValueError(
+            f"end token {max(ids)} of {model} is outside its vocabulary of {vocab}; mend "
+            "eos_token_id in its configs, or use the tokenizer that belongs to it"
+        )

@@ -203,8 +203,7 @@ class Actor(TrainedRole):
             self.mesh, self.layout, layout, self.shapes, self.axes, self.compute_dtype
         )
         self.decoder = Decoder(self.config, self.mesh, layout)
-        ids = (*generation_stop_ids(self.model), *load_tokenizer(self.model).stop_ids)
-        self.stop_ids = tuple(dict.fromkeys(ids))
+        self.stop_ids = stop_ids(self.model)
 
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state; weights laid out for generation are stale then."""
@@ -337,14 +336,24 @@ class Reward(ModelRole):
         return Answer({"score": score}, shard.rows)
 
 
+def stop_ids(model: str) -> tuple[int, ...]:
+    """Ids that end a response: those of the model's files and the tokenizer's end token."""
+    ids = (*generation_stop_ids(model), *load_tokenizer(model).stop_ids)
+    return tuple(dict.fromkeys(ids))
+
+
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:
     """x where the batch has response tokens, 0 elsewhere."""
     return np.where(shard.columns["response_mask"], x_BT, np.float32(0))
 
 
 def role_class(builder: partial[Any]) -> type:
-    """The class behind a builder, which is a partial of it."""
-    assert isinstance(builder.func, type), f"{builder.func} is not a role class"
+    """The class behind a builder; ValueError where that is no partial of one."""
+    if not isinstance(builder, partial) or not isinstance(builder.func, type):
+        raise ValueError(
+            f"roles() of the algorithm has {builder!r}: each role must be a functools.partial of "
+            "its class, as partial(Reward)"
+        )
     return builder.func
 
 

@@ -225,15 +225,17 @@ def start(
     world = RUNTIMES[runtime](**options)
     models = Models(world, deadline_s, group)
     try:
+        for role in on_driver:  # first: what it refuses shall cost no process
+            pool = LocalPool(DRIVER)
+            models.handles[role] = RoleHandle(
+                role, builders[role], pool, Ranks(MeshShape()), models
+            )
+            pool.build(role, builders[role], None)
         pools = world.open(list(placement.pools.values()))
-        for role, builder in builders.items():
-            if role in on_driver:
-                pool, ranks = LocalPool(DRIVER), Ranks(MeshShape())
-            else:
-                where = placement.roles[role]
-                pool = pools[where.pool]
-                ranks = Ranks(where.mesh_shape, pool.processes)
-            models.handles[role] = RoleHandle(role, builder, pool, ranks, models)
+        for role, where in placement.roles.items():
+            pool = pools[where.pool]
+            ranks = Ranks(where.mesh_shape, pool.processes)
+            models.handles[role] = RoleHandle(role, builders[role], pool, ranks, models)
         _build(models, builders, placement)
     except BaseException:
         models.shutdown()
@@ -244,9 +246,10 @@ def start(
 def _build(
     models: Models, builders: Mapping[str, Callable[..., Any]], placement: Placement
 ) -> None:
-    """Builds all roles; pools work side by side."""
-    for role, handle in models.handles.items():
-        infos = handle.pool.build(role, builders[role], placement.roles.get(role))
+    """Builds the placed roles; pools work side by side."""
+    for role, where in placement.roles.items():
+        handle = models.handles[role]
+        infos = handle.pool.build(role, builders[role], where)
         models.calls.submit(role, BUILD, 0, handle.pool, frozenset(), infos)
     models.drain()
 

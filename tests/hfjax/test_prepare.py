@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What cannot work is refused before a process starts or a file is written."""
 
+import dataclasses
+import json
+import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hfjax
-from algorithms import ppo
+from algorithms import grpo, ppo
 from hfjax import cli
-from hfjax.config import to_toml
+from hfjax.algorithm import config_class
+from hfjax.config import from_dict, to_toml
+from hfjax.controller.worker import RoleError
+from hfjax.prepare import prepare
+from hfjax.roles import Actor
+from hfjax.run import Run
 from tests.fixtures import path_table, write_lut
 from tests.test_run import EOS, prompts_file
 
@@ -39,6 +48,120 @@ def test_the_algorithms_own_settings_are_an_override_of_train(
     hfjax.train(ppo, algorithm={"gamma": 0.9})
     assert seen[0].algorithm.gamma == 0.9
     assert "gamma = 0.9" in to_toml(seen[0])
+
+
+def asked(folder: Path, model: Path, **settings: Any) -> Any:
+    """Settings of a GRPO run of `model` on four prompts, in a directory that is not there yet."""
+    table: dict[str, Any] = {
+        "model": str(model),
+        "runtime": "local",
+        "out": str(folder / "run"),
+        "data": {
+            "train": prompts_file(folder / "train.jsonl", [[3]] * 4),
+            "prompts_per_step": 4,
+            "max_prompt_tokens": 64,
+        },
+        "rollout": {"n": 2, "max_new_tokens": 4},
+        "reward": {"function": "hfjax.arithmetic:sum_reward"},
+    }
+    return from_dict(config_class(grpo), table | settings, where="test")
+
+
+def refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The message of a refusal that started no process and left no directory."""
+    opened = "hfjax.controller.pool.LocalRuntime.open"
+    monkeypatch.setattr(opened, lambda *_: pytest.fail("pools were opened"))
+    with pytest.raises((ValueError, RoleError)) as caught:
+        Run(grpo, config)
+    assert isinstance(caught.value, ValueError) or caught.value.refusal
+    assert not Path(config.out).exists()
+    return str(caught.value)
+
+
+def test_a_reward_function_that_is_not_there_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    config = asked(tmp_path, model, reward={"function": "nope:f"})
+    assert "no module 'nope' on the path" in refused(config, monkeypatch)
+
+
+def test_weights_that_are_not_there_are_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    (model / "model.safetensors").unlink()
+    assert str(model) in refused(asked(tmp_path, model), monkeypatch)
+
+
+def test_weights_of_another_shape_are_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"intermediate_size": 16}))
+    assert "config.json says (16, 16)" in refused(asked(tmp_path, model), monkeypatch)
+
+
+def test_a_reward_model_without_a_score_head_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    message = refused(asked(tmp_path, model, reward={"model": str(model)}), monkeypatch)
+    assert "needs a score head" in message
+
+
+def test_a_reward_model_is_planned_without_training_settings(tmp_path: Path) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    scores = write_lut(tmp_path / "scores", scores=[0.0] * 16)
+    plan = prepare(grpo, asked(tmp_path, model, reward={"model": str(scores)}))
+    assert plan.builders["reward"].keywords == {"model": str(scores)}
+
+
+@pytest.mark.parametrize(
+    ("eos", "message"), [(None, "names no end token"), ([2, 99], "end token 99 of")]
+)
+def test_responses_that_nothing_can_end_are_refused(
+    eos: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS), eos=eos)
+    assert message in refused(asked(tmp_path, model), monkeypatch)
+
+
+def test_a_role_that_is_no_partial_is_named() -> None:
+    module = types.ModuleType("loose")
+    vars(module).update(vars(grpo), roles=lambda cfg: {"actor": Actor})
+    with pytest.raises(ValueError, match=r"Actor.* must be a functools\.partial of its class"):
+        config_class(module)
+
+
+def test_a_trained_role_of_any_name_has_its_own_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second critic, and a subclass of the actor that still generates."""
+
+    class Twin(Actor):
+        pass
+
+    def roles(cfg: Any) -> dict[str, Any]:
+        table = ppo.roles(cfg)
+        actor = table["actor"]
+        twin = partial(Twin, **actor.keywords)
+        return table | {"actor": twin, "judge": table["critic"]}
+
+    module = types.ModuleType("twins")
+    vars(module).update(vars(ppo), roles=roles)
+    cls = config_class(module)
+    config = asked(tmp_path, write_lut(tmp_path / "model", path_table(3, EOS)))
+    table = dataclasses.asdict(config)
+    del table["algorithm"]
+    config = from_dict(cls, table | {"judge": {"epochs": 3}}, where="test")
+    plan = prepare(module, config)
+    assert plan.trained == ["actor", "critic", "judge"]
+    assert plan.builders["judge"].keywords["training"].epochs == 3
+    assert plan.builders["actor"].keywords["rollout"] == config.rollout
+    infer = {role: place.infer is not None for role, place in plan.placement.roles.items()}
+    assert infer == {"actor": False, "critic": False, "judge": False, "reference": True}
 
 
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
