@@ -9,6 +9,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import jax
+
 from hfjax.config import RolloutConfig
 from hfjax.data import HeldOut, Source, extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
@@ -73,6 +75,8 @@ class Plan:
 
 def prepare(algorithm: ModuleType, config: Any) -> Plan:
     """The plan of a run; ValueError names what cannot work."""
+    if config.runtime == "ray":
+        jax.config.update("jax_platforms", "cpu")  # the accelerators are the workers'
     getattr(algorithm, "check", lambda config: None)(config)
     rollout = getattr(config, "rollout", None)
     n = rollout.n if rollout else 1
@@ -168,8 +172,6 @@ def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
 def _devices_found(runtime: str) -> int:
     """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
     if runtime == "local":
-        import jax
-
         return len(jax.devices())
     look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
     found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
