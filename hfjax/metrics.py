@@ -373,3 +373,5 @@ class MetricLog:
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         with open(self.out / name, "a", encoding="utf-8") as file:
             file.write("".join(map(_json_line, records)))
+            file.flush()
+            os.fsync(file.fileno())  # the checkpoint that follows is on disk, too

@@ -24,16 +24,16 @@ from hfjax.controller.protocol import (
     method,
 )
 from hfjax.controller.worker import RoleContext
-from hfjax.engine import checkpoint
+from hfjax.engine.checkpoint import restore_role, save_role
 from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay
 from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
-from hfjax.engine.train import LossFn, Trainer, TrainState
+from hfjax.engine.train import LossFn, OptimizerConfig, Trainer, TrainState
 from hfjax.metrics import finalize, merge
-from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
+from hfjax.models.hf import generation_stop_ids, load_config, load_params
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import Layout, check, generate_layout, shardings, train_layout
@@ -55,6 +55,14 @@ def plan_model(shape: MeshShape, model: str, head: Head) -> tuple[ModelConfig, L
     return config, layout, shapes, axes
 
 
+def saved_state(model: str, head: Head, optimizer: OptimizerConfig) -> TrainState:
+    """Shapes of a training state in a checkpoint: any mesh can read it, no vocabulary is padded."""
+    shapes, _ = abstract_params(load_config(model), head, jnp.float32)
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    moments = jax.eval_shape(optimizer.transform().init, shapes)
+    return TrainState(params=shapes, opt_state=moments, updates=counter, skipped=counter)
+
+
 class ModelRole:
     """One model on the devices of its pool: configuration, mesh, layout and weights."""
 
@@ -71,8 +79,12 @@ class ModelRole:
         seed: int = 0,
         compute_dtype: str = "float32",
         temperature: float = 1.0,
+        loads: bool = True,
     ) -> None:
-        """Loads the weights (draws them when `random`) straight into their shards."""
+        """Loads the weights (draws them when `random`) straight into their shards.
+
+        Not `loads`: the caller sets them.
+        """
         self.model = model
         self.temperature = temperature or 1.0  # greedy rows are scored at temperature 1
         self.compute_dtype = jnp.dtype(compute_dtype)
@@ -90,10 +102,10 @@ class ModelRole:
         )
         placed = shardings(self.mesh, self.layout, self.axes)
         dtype = jnp.dtype(self.dtype_of_weights or compute_dtype)
-        if random:
+        if loads and random:
             key = jax.random.key(seed)
             self.params = init_params(self.config, self.head, key, placed, dtype)
-        else:
+        elif loads:
             self.params = load_params(model, self.config, self.head, placed, dtype)
 
     def forward(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
@@ -114,10 +126,15 @@ class TrainedRole(ModelRole):
         columns: tuple[str, ...],
         training: TrainingConfig,
         loss_entropy: bool = False,
+        checkpoint: str = "",
         **model: Any,
     ) -> None:
-        """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole."""
-        super().__init__(context, compute_dtype=training.compute_dtype, **model)
+        """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole.
+
+        The training state is a new one, or that saved under `checkpoint`, on whatever mesh.
+        """
+        dtype = training.compute_dtype
+        super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
         self.training = training
         self.columns = ("input_ids", "length", "response_mask", *columns)
         self.trainer = Trainer(
@@ -134,7 +151,12 @@ class TrainedRole(ModelRole):
             remat=training.remat,
             with_entropy=loss_entropy,
         )
-        self.set_state(self.trainer.init_state(self.params))
+        self.saved = saved_state(self.model, self.head, training.optimizer)
+        if checkpoint:
+            abstract = self.trainer.abstract_state()
+            self.set_state(restore_role(checkpoint, abstract, self.saved))
+        else:
+            self.set_state(self.trainer.init_state(self.params))
 
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state."""
@@ -163,19 +185,7 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:
         """Writes the training state under `path`."""
-        checkpoint.save_role(path, self.train_state)
-
-    @method(ONE_TO_ALL)
-    def load(self, *, path: str) -> None:
-        """Takes the training state saved under `path`, on whatever mesh it was saved."""
-        self.set_state(checkpoint.restore_role(path, self.trainer.abstract_state()))
-
-    @method(ONE_TO_ALL)
-    def export(self, *, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
-        save_hf(self.params, self.config, self.head, self.model, directory)
-        if self.model.endswith(".gguf") and jax.process_index() == 0:
-            load_tokenizer(self.model).save(directory)
+        save_role(path, self.train_state, self.saved)
 
 
 class Actor(TrainedRole):

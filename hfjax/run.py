@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -35,7 +35,7 @@ from hfjax.metrics import (
 )
 from hfjax.models.hf import resolve_model
 from hfjax.prepare import prepare
-from hfjax.rundir import open_directory
+from hfjax.rundir import check_state, find_run, open_directory
 from hfjax.tokenizer import load_tokenizer
 
 STAGES = {  # method -> verl's name of the stage
@@ -101,29 +101,31 @@ class Run:
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
         about = {"algorithm": name, "model": plan.model}
-        self.done, self.store = open_directory(self.out, config, plan.placement, about)
+        self.done, self.store = find_run(self.out, config, about)
+        if self.done:
+            check_state(plan, self.store, self.done)
         self.console = Console(soft_wrap=True, highlight=False)
         self.refused = 0
         self.console.print(f"run directory: {self.out}")
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
-        self.log = MetricLog(
-            self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
-        )
         self.models = start(
             plan.placement,
-            plan.builders,
+            self._builders(),
             runtime=config.runtime,
             deadline_s=config.deadline_s,
             group=plan.n,
             log_to_driver=False,
         )
-        if self.done:
-            try:
-                self._restore()
-            except BaseException:
-                self.__exit__()
-                raise
+        try:  # nothing is written before
+            self.store.make_root()
+            open_directory(self.out, self.done, config, plan.placement, about)
+            self.log = MetricLog(
+                self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
+            )
+        except BaseException:
+            self.models.shutdown()
+            raise
 
     def __enter__(self) -> "Run":
         return self
@@ -144,14 +146,18 @@ class Run:
                 self._stop_if_stuck(record)
                 if self._due(self.config.eval_every, step):
                     record |= self.evaluate(step)
-                if self._due(self.config.save_every, step) or stop.is_set():
-                    record |= self.save(step)
-                self.log.write(step, record)
+                saves = self._due(self.config.save_every, step) or stop.is_set()
+                if saves:
+                    record |= self.save_roles(step)
+                self.log.write(step, record)  # before: no checkpoint stands without its record
+                if saves:
+                    self.commit(step)
                 self.done = step
                 progress.update(bar, completed=step)
         if stop.is_set() and self.done < self.plan.steps:
             if self.done and self.store.latest() != self.done:
-                self.save(self.done)
+                self.save_roles(self.done)
+                self.commit(self.done)
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
             raise KeyboardInterrupt
 
@@ -237,27 +243,28 @@ class Run:
             found = merge(found, {name: Mean(float(score), 1.0)} if ok else {})
         return found
 
-    def save(self, step: int) -> dict[str, float]:
-        """A checkpoint of every trained role, the data cursor and the step."""
+    def save_roles(self, step: int) -> dict[str, float]:
+        """Writes every trained role's state; the checkpoint shows when it is committed."""
         start_s = time.perf_counter()
-        folder = self.store.begin(step)
-        for reply in [
-            getattr(self.models, r).save(path=str(folder / r)) for r in self.plan.trained
-        ]:
+        folder, models = self.store.begin(step), self.models
+        for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
             reply.result()
-        self.store.commit(step, {"step": step, "data": self.plan.source.state_dict()})
         self.models.drain()
         return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
 
-    def _restore(self) -> None:
-        folder = self.store.path(self.done)
-        for reply in [
-            getattr(self.models, r).load(path=str(folder / r)) for r in self.plan.trained
-        ]:
-            reply.result()
-        self.plan.source.load_state_dict(self.store.load_meta(self.done)["data"])
-        self.models.drain()
-        self.console.print(f"resuming {self.out} after step {self.done}")
+    def commit(self, step: int) -> None:
+        """Completes the checkpoint by the data cursor and the step."""
+        self.store.commit(step, {"step": step, "data": self.plan.source.state_dict()})
+
+    def _builders(self) -> dict[str, partial[Any]]:
+        """The plan's builders; those of trained roles take up the checkpoint's state."""
+        builders = dict(self.plan.builders)
+        if self.done:
+            self.console.print(f"resuming {self.out} after step {self.done}")
+            folder = self.store.path(self.done)
+            for role in self.plan.trained:
+                builders[role] = partial(builders[role], checkpoint=str(folder / role))
+        return builders
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.plan.steps or (every > 0 and step % every == 0)
