@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import hfjax
@@ -260,3 +262,52 @@ def test_what_cannot_be_meant_is_refused_by_name(
     message = capsys.readouterr().err
     assert status == 2
     assert [name for name in named if name not in message] == []
+
+
+BROKEN = b'{"prompt": "t3", "ground_truth": ""}\n{"prompt": "t5", "gro\n'
+QUESTIONS = ["t3"] * 37 + [None] + ["t4"] * 3
+DATA_REFUSALS = {  # a file's content, arguments, and what the message must name
+    "broken line": (BROKEN, "", ["rows.jsonl", "line 2", "data.bad_rows='skip'"]),
+    "no answer column": (
+        *({"question": ["t3"], "answer": ["t4"]}, "--data.prompt-key question"),
+        ["'ground_truth'", "it has answer, question", "data.answer_key"],
+    ),
+    "null prompt": (
+        *({"question": QUESTIONS}, "--data.prompt-key question --data.answer-key="),
+        ["row 37 (from 0)", "question is missing"],
+    ),
+    "too long": (
+        *({"prompt": ["t3", "t3 t4 t5"], "ground_truth": ["", ""]}, "--data.max-prompt-tokens 2"),
+        ["row 1 (from 0)", "data.max_prompt_tokens=2", "filter, left, right, middle"],
+    ),
+    "fewer than a step": (
+        *({"prompt": ["t3"] * 3, "ground_truth": [""] * 3}, ""),
+        ["data.prompts_per_step=8", "3 usable rows", "at most 3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DATA_REFUSALS)
+def test_data_that_cannot_be_used_ends_the_command_before_anything_starts(
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit status 2, no weights read and no run directory; rows are numbered, not shown."""
+    content, arguments, named = DATA_REFUSALS[case]
+    for name in ("hfjax.run.start", "hfjax.models.hf.load_params", "hfjax.rewards.RewardPool"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something was started"))
+    if isinstance(content, bytes):
+        file = tmp_path / "rows.jsonl"
+        file.write_bytes(content)
+    else:
+        file = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.table(content), file)
+    model, out = write_lut(tmp_path / "model", path_table(3, EOS)), tmp_path / "run"
+    base = ["--model", str(model), "--data", str(file), "--out", str(out), "--rollout.n", "2"]
+    assert cli.main(["train", "grpo", *base, *arguments.split()]) == 2
+    message = capsys.readouterr().err
+    assert [name for name in named if name not in message] == []
+    assert "t5" not in message
+    assert not out.exists()
