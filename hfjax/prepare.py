@@ -30,6 +30,7 @@ from hfjax.roles import (
 from meshes.placement import Placement, load_placement, single_pool
 
 LOOK_TIMEOUT_S = 120
+EVAL_ROWS = 64  # an evaluation batch has these, or a step's rows where they are more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,12 @@ class Plan:
     def rows(self) -> int:
         """Rows of a step."""
         return self.config.data.prompts_per_step * self.n
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of an evaluation batch: what a step's memory allows, no more than there are."""
+        there = len(self.held_out.items) if self.held_out else 0
+        return min(max(EVAL_ROWS, self.rows), there)
 
     @property
     def trained(self) -> list[str]:

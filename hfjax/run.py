@@ -46,7 +46,6 @@ STAGES = {  # method -> verl's name of the stage
     "compute_values": "values",
 }
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
-EVAL_ROWS = 64  # an evaluation batch has these, or a step's rows where they are more
 
 
 def train(algorithm: ModuleType, /, config: Any = None, **overrides: Any) -> Path:
@@ -213,8 +212,7 @@ class Run:
         start_s = time.perf_counter()
         models, group = self.models, self.models.group
         models.step, models.group = step, 1
-        size = min(max(EVAL_ROWS, self.plan.rows), len(self.plan.held_out.items))
-        batches = self.plan.held_out.batches(size)
+        batches = self.plan.held_out.batches(self.plan.eval_rows)
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
         models.drain()

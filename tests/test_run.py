@@ -306,7 +306,7 @@ def test_after_the_first_step_of_a_shape_nothing_compiles(
         return plain(models, prompts | limits, cfg)
 
     algorithm.step = step
-    monkeypatch.setattr("hfjax.run.EVAL_ROWS", 4)
+    monkeypatch.setattr("hfjax.prepare.EVAL_ROWS", 4)
     config = configured(
         ppo,
         tmp_path,

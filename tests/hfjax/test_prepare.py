@@ -130,6 +130,17 @@ def test_responses_that_nothing_can_end_are_refused(
     assert message in refused(asked(tmp_path, model), monkeypatch)
 
 
+def test_an_evaluation_batch_is_no_bigger_than_a_step(tmp_path: Path) -> None:
+    """It was 512 rows for every run: steps of 8 and of 128 rows, 100 held-out prompts."""
+    held_out = prompts_file(tmp_path / "eval.jsonl", [[3]] * 100)
+    config = asked(tmp_path, write_lut(tmp_path / "model", path_table(3, EOS)))
+    data = dataclasses.replace(config.data, eval=held_out)
+    config = dataclasses.replace(config, data=data)
+    assert prepare(grpo, config).eval_rows == 64
+    wide = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, n=32))
+    assert prepare(grpo, wide).eval_rows == 100
+
+
 def test_a_role_that_is_no_partial_is_named() -> None:
     module = types.ModuleType("loose")
     vars(module).update(vars(grpo), roles=lambda cfg: {"actor": Actor})
