@@ -105,7 +105,6 @@ class Run:
             check_state(plan, self.store, self.done)
         self.console = Console(soft_wrap=True, highlight=False)
         self.refused = 0
-        self.console.print(f"run directory: {self.out}")
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
         self.models = start(
@@ -125,6 +124,7 @@ class Run:
         except BaseException:
             self.models.shutdown()
             raise
+        self.console.print(f"run directory: {self.out}")
 
     def __enter__(self) -> "Run":
         return self
