@@ -139,6 +139,14 @@ def test_verl_columns(tmp_path):
     assert load(path) == [Prompt([BOS, *ids_of("1+1=")], "1+1=", "2", "sums")]
 
 
+def test_a_reward_model_that_is_no_table_is_a_bad_row_by_number(tmp_path):
+    good, bad = ({"prompt": "1+1=", "reward_model": r} for r in ({"ground_truth": "2"}, "rule"))
+    path = write_jsonl(tmp_path, good, bad)
+    with pytest.raises(ValueError, match="line 2: reward_model is of type str, not a table"):
+        load(path)
+    assert len(load(path, bad_rows="skip")) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("none.jsonl", "no such file"), ("rows.csv", "use .jsonl, .parquet or sums")],
