@@ -22,7 +22,7 @@ Texts = tuple[list[Any], ...]  # the function's three arguments
 LAST_RESORT_S = 5.0  # a worker whose controller vanished ends itself this long after its deadline
 
 
-class Answer(NamedTuple):
+class Scored(NamedTuple):
     """What came of a job: scores; or a failure of some row; or one of the function itself."""
 
     kind: Literal["ready", "scores", "row", "function"]
@@ -72,7 +72,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     return module
 
 
-def call_reward(function: RewardFunction, texts: Texts) -> Answer:
+def call_reward(function: RewardFunction, texts: Texts) -> Scored:
     """The function's scores, checked: one finite number a response; numpy and bool are numbers."""
     expected = len(texts[1])
     try:
@@ -80,17 +80,17 @@ def call_reward(function: RewardFunction, texts: Texts) -> Answer:
         scores = list(returned) if isinstance(returned, Iterable) else None
     except BaseException as error:  # sys.exit in a reward too is the reward's failure
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return Answer("row", [], "raised:\n" + "".join(lines))
+        return Scored("row", [], "raised:\n" + "".join(lines))
     if scores is None or isinstance(returned, str | bytes):
         kind = type(returned).__name__
-        return Answer("function", [], f"must return a list of {expected} scores, returned a {kind}")
+        return Scored("function", [], f"must return a list of {expected} scores, returned a {kind}")
     if len(scores) != expected:
         counts = f"{expected} expected, {len(scores)} received"
-        return Answer("function", [], f"must return one score a response: {counts}")
+        return Scored("function", [], f"must return one score a response: {counts}")
     for score in scores:
         if not _is_score(score):
-            return Answer("row", [], f"returned {score!r:.80}, not a finite number")
-    return Answer("scores", [float(score) for score in scores])
+            return Scored("row", [], f"returned {score!r:.80}, not a finite number")
+    return Scored("scores", [float(score) for score in scores])
 
 
 def _is_score(value: Any) -> bool:
@@ -111,9 +111,9 @@ def serve(descriptor: int, spec: str) -> None:
         function = load_reward(spec)
     except BaseException as error:
         reason = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        connection.send(Answer("function", [], reason))
+        connection.send(Scored("function", [], reason))
         return
-    connection.send(Answer("ready", []))
+    connection.send(Scored("ready", []))
     while True:
         try:
             allowed_s, texts = connection.recv()

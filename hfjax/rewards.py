@@ -21,10 +21,9 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from hfjax.config import RewardConfig
-from hfjax.controller.protocol import ONE_TO_ALL, Shard, method
-from hfjax.controller.protocol import Answer as Scored
+from hfjax.controller.protocol import ONE_TO_ALL, Answer, Shard, method
 from hfjax.controller.worker import RoleContext
-from hfjax.reward_process import Answer, Texts
+from hfjax.reward_process import Scored, Texts
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -75,14 +74,14 @@ class _Worker:
         elif self._ready:
             self._send()
 
-    def advance(self, *, readable: bool) -> Answer | None:
+    def advance(self, *, readable: bool) -> Scored | None:
         """The job's answer if there is one: received, or told from the process's death or delay."""
         blame = "row" if self._ready else "function"
         if readable:
             try:
-                answer: Answer = self.connection.recv()
+                answer: Scored = self.connection.recv()
             except (EOFError, OSError):
-                return Answer(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
+                return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
             self.seconds = time.monotonic() - self._began
             if answer.kind != "ready":
                 return answer
@@ -91,7 +90,7 @@ class _Worker:
                 self._send()
         elif time.monotonic() >= self.due:
             self.stop()
-            return Answer(blame, [], f"took longer than {self._allowed_s:.3g} s")
+            return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
         return None
 
     def wait_until_ready(self) -> None:
@@ -142,7 +141,7 @@ class _Worker:
         self._waiting = None
 
 
-def _answers(busy: Collection[_Worker]) -> dict[_Worker, Answer]:
+def _answers(busy: Collection[_Worker]) -> dict[_Worker, Scored]:
     """Waits until at least one of the workers has an answer."""
     while True:
         patience_s = max(0.0, min(worker.due for worker in busy) - time.monotonic())
@@ -294,7 +293,7 @@ class FunctionReward:
         ),
         writes=("score", "response", "response_mask"),
     )
-    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Scored:
+    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
         """score (B,) and the response texts; rows that failed are masked out."""
         c = shard.columns
         rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
@@ -306,7 +305,7 @@ class FunctionReward:
             "response": response,
             "response_mask": c["response_mask"] & ~failed[:, None],
         }
-        return Scored(columns, shard.rows, {"reward/failed": float(failed.sum())})
+        return Answer(columns, shard.rows, {"reward/failed": float(failed.sum())})
 
     def close(self) -> None:
         """Ends the worker processes."""
