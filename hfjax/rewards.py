@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -80,6 +82,8 @@ class _Worker:
         if readable:
             try:
                 answer: Scored = self.connection.recv()
+            except BlockingIOError:  # sent in part only
+                return self._overran(blame)
             except (EOFError, OSError):
                 return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
             self.seconds = time.monotonic() - self._began
@@ -89,8 +93,7 @@ class _Worker:
             if self._waiting is not None:
                 self._send()
         elif time.monotonic() >= self.due:
-            self.stop()
-            return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
+            return self._overran(blame)
         return None
 
     def wait_until_ready(self) -> None:
@@ -119,7 +122,7 @@ class _Worker:
         self.connection, theirs = Pipe()
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
         self._ready = False
-        self._began, self._allowed_s = time.monotonic(), START_S
+        self._allow(START_S)
         with theirs:
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 [sys.executable, "-c", SERVE, path, str(theirs.fileno()), self._spec],
@@ -131,14 +134,31 @@ class _Worker:
 
     def _send(self) -> None:
         assert self._waiting is not None
+        self._allow(self._waiting[0])
         try:
             self.connection.send(self._waiting)
+        except BlockingIOError:  # it does not read; advance() ends it when it is due
+            pass
         except OSError:  # it died while idle, of no row
             self.stop()
             self._start()
             return
-        self._began, self._allowed_s = time.monotonic(), self._waiting[0]
         self._waiting = None
+
+    def _allow(self, seconds: float) -> None:
+        """From now on the process has so long; sending to it and receiving from it end by then.
+
+        The socket's own limit is half of it, because a message cut short blocks a second time.
+        """
+        self._began, self._allowed_s = time.monotonic(), seconds
+        limit = struct.pack("ll", *divmod(max(1, int(seconds * 1e6 / 2)), 1_000_000))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, way, limit)
+
+    def _overran(self, blame: Literal["row", "function"]) -> Scored:
+        self.stop()
+        return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
 
 
 def _answers(busy: Collection[_Worker]) -> dict[_Worker, Scored]:
