@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 RewardFunction = Callable[..., Any]  # (prompts, responses, ground_truths) -> a score a response
-Texts = tuple[list[Any], ...]  # the function's three arguments
+Texts = tuple[list[Any], ...]  # the function's arguments
 LAST_RESORT_S = 5.0  # a worker whose controller vanished ends itself this long after its deadline
 
 
@@ -31,7 +31,10 @@ class Scored(NamedTuple):
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function of 'package.module:function' or 'path/file.py:function'."""
+    """The function of 'package.module:function' or 'path/file.py:function', of four lists.
+
+    One that needs the fourth, (step, row) of each response, gets it; others get three.
+    """
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ValueError(f"reward={spec!r}: use 'package.module:function' or 'file.py:function'")
@@ -40,13 +43,22 @@ def load_reward(spec: str) -> RewardFunction:
     if not callable(function):
         found = ", ".join(sorted(n for n, v in vars(module).items() if inspect.isfunction(v)))
         raise ValueError(f"reward={spec!r}: no function {name!r} there; it has {found or 'none'}")
+    if _accepts(function, 3):
+        return lambda *texts: function(*texts[:3])
+    if _accepts(function, 4):
+        return function
+    raise ValueError(
+        f"reward={spec!r} must accept three lists, (prompts, responses, ground_truths), or these "
+        f"and one of (step, row); it is {name}{inspect.signature(function)}"
+    )
+
+
+def _accepts(function: RewardFunction, lists: int) -> bool:
     try:
-        inspect.signature(function).bind([], [], [])
-    except TypeError as error:
-        raise ValueError(
-            f"reward={spec!r} must accept three lists, (prompts, responses, ground_truths): {error}"
-        ) from error
-    return function
+        inspect.signature(function).bind(*[[]] * lists)
+    except TypeError:
+        return False
+    return True
 
 
 def _load_module(spec: str, name: str) -> ModuleType:

@@ -214,7 +214,11 @@ class RewardPool:
             raise
 
     def score(
-        self, prompts: Sequence[Any], responses: Sequence[str], ground_truths: Sequence[Any]
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[str],
+        ground_truths: Sequence[Any],
+        step: int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """float32 scores, and a mask that is True for the rows that failed."""
         texts = (list(prompts), list(responses), list(ground_truths))
@@ -222,7 +226,7 @@ class RewardPool:
             sizes = ", ".join(str(len(column)) for column in texts)
             raise ValueError(f"prompts, responses and ground truths differ in number: {sizes}")
         try:
-            scores, reasons = self._run(texts)
+            scores, reasons = self._run((*texts, [(step, row) for row in range(len(prompts))]))
         except BaseException:  # Ctrl-C too: no process may go on with half a batch
             _stop_all(self._workers)
             raise
@@ -319,7 +323,7 @@ class FunctionReward:
         rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
         response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
         pool = self.eval_pool if evaluates else self.pool
-        score, failed = pool.score(c["prompt"], response, c["ground_truth"])
+        score, failed = pool.score(c["prompt"], response, c["ground_truth"], shard.step)
         columns = {
             "score": score,
             "response": response,
