@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -113,13 +114,20 @@ class HeldOut:
 
 
 def make_sources(
-    config: DataConfig, model: str, *, kind: Kind = PROMPTS, n: int = 1, seed: int = 0
+    config: DataConfig,
+    model: str,
+    *,
+    kind: Kind = PROMPTS,
+    n: int = 1,
+    seed: int = 0,
+    now: datetime | None = None,
 ) -> tuple[Source, HeldOut | None]:
     """Training batches and the evaluation set (None without data.eval), by the model's tokenizer.
 
-    Everything that can be wrong with the data is found here, before any worker starts.
+    Everything that can be wrong with the data is found here, before any worker starts. Chat
+    templates that ask for the time are told `now`.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, now)
     items = load_items(config.train, "train", tokenizer, config, kind)
     source = Source(
         items,

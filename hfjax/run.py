@@ -42,7 +42,7 @@ from hfjax.metrics import (
 from hfjax.models.hf import load_config, resolve_model
 from hfjax.rewards import FunctionReward
 from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
-from hfjax.rundir import open_directory
+from hfjax.rundir import began, open_directory
 from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
 
@@ -116,8 +116,9 @@ class Run:
         data = config.data
         if self.rollout and config.reward.model:
             data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
+        now = began(Path(config.out), resume=config.resume)
         self.source, self.held_out = make_sources(
-            data, self.model, kind=kind, n=n, seed=config.seed
+            data, self.model, kind=kind, n=n, seed=config.seed, now=now
         )
         self.tokenizer = load_tokenizer(self.model)
         self.steps = config.steps or config.epochs * self.source.steps_per_epoch
@@ -131,7 +132,7 @@ class Run:
                 check_model(builder, self.placement.roles[role].mesh_shape, tokens, highest_id)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
-        about = {"algorithm": name, "model": self.model}
+        about = {"algorithm": name, "model": self.model, "began": now.isoformat()}
         self.done, self.store = open_directory(self.out, config, self.placement, about)
         self.console = Console(soft_wrap=True, highlight=False)
         self.refused = 0

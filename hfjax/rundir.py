@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import tomllib
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ def open_directory(
 ) -> tuple[int, CheckpointStore]:
     """The last step on disk (0 for a new run); files of later steps are cut.
 
-    `about` names algorithm and model. A directory in use is refused unless it is resumed, and one
-    of another run always, before anything in it changes.
+    `about` names algorithm and model, and says when the run began. A directory in use is refused
+    unless it is resumed, and one of another run always, before anything in it changes.
     """
     folder = out / "checkpoints"
     used = (out / "metrics.jsonl").exists() or any(folder.glob("step_*"))
@@ -45,6 +46,14 @@ def open_directory(
     (out / "placement.toml").write_text(placement.to_toml())
     (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
     return done, store
+
+
+def began(out: Path, *, resume: bool) -> datetime:
+    """When the run in `out` was first started: prompts carry no later date, also when resumed."""
+    file = out / "run.json"
+    if resume and file.exists():
+        return datetime.fromisoformat(json.loads(file.read_text())["began"])
+    return datetime.now()
 
 
 def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:

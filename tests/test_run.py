@@ -449,6 +449,20 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
         Run(sft, config)
 
 
+def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """The template writes the microsecond, which would change the prompts as another day does."""
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for digit in strftime_now('%f') %}t{{ digit }} {% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    prompts = [[{"role": "user", "content": "t3"}]] * 2
+    train(grpo, configured(grpo, tmp_path, model, prompts))
+    again = configured(grpo, tmp_path, model, prompts, steps=2, resume=True)
+    assert len(records(train(grpo, again))) == 2
+
+
 def test_another_run_is_not_continued_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
     config = tuning(tmp_path, steps=1)
     out = train(sft, config)
