@@ -351,7 +351,8 @@ class Run:
         placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
         if self.config.placement:
             return load_placement(self.config.placement, placed)
-        return single_pool(placed, _devices_found(self.config.runtime))
+        platform, devices = _devices_found(self.config.runtime)
+        return single_pool(placed, devices, platform=platform)
 
     def _sizes(self) -> str:
         """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
@@ -395,14 +396,24 @@ def _seconds(calls: list[CallRecord]) -> dict[str, float]:
     return seconds
 
 
-def _devices_found(runtime: str) -> int:
-    """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
+def _devices_found(runtime: str) -> tuple[str | None, int]:
+    """Platform (None: this process's) and devices of this host.
+
+    For runtime ray a child process looks, so that this one holds none.
+    """
     if runtime == "local":
         import jax
 
-        return len(jax.devices())
-    look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
-    found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+        return None, len(jax.devices())
+    code = "import jax; print(jax.default_backend(), len(jax.devices()))"
+    look = [sys.executable, "-c", code]
+    try:
+        found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"JAX did not find devices within {LOOK_TIMEOUT_S} s; set --placement"
+        ) from None
     if found.returncode:
         raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
-    return int(found.stdout.split()[-1])
+    platform, devices = found.stdout.split()[-2:]
+    return platform, int(devices)

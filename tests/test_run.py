@@ -488,6 +488,24 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_starts(tmp_path:
         Run(grpo, mixed)
 
 
+def test_without_a_placement_ray_is_told_the_platform_whose_devices_were_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray detects may be GPUs that this JAX cannot use."""
+    started: list[Placement] = []
+    monkeypatch.setattr("hfjax.run.start", lambda placement, *_, **__: started.append(placement))
+    Run(sft, tuning(tmp_path, placement="", runtime="ray", steps=1))
+    assert (started[0].platform, started[0].devices) == ("cpu", 8)
+
+
+def test_a_jax_that_hangs_while_it_looks_for_devices_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfjax.run.LOOK_TIMEOUT_S", 0.001)
+    with pytest.raises(ValueError, match=r"did not find devices within 0\.001 s; set --placement"):
+        Run(sft, tuning(tmp_path, placement="", runtime="ray"))
+
+
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
     "top level": ("ppo", "learning_rate = 1e-4", "", ["learning_rate", "actor.optimizer.lr"]),
     "misspelt": ("ppo", "[algorithm]\nclip_ration = 0.1", "", ["clip_ration", "algorithm.clip_"]),

@@ -20,7 +20,6 @@ from typing import Any
 from hfjax.controller import probe
 from hfjax.controller.pool import Pool, ProcessDied
 from hfjax.controller.worker import (
-    PLATFORMS,
     Call,
     CallInfo,
     RoleError,
@@ -125,8 +124,6 @@ class RayRuntime:
     """
 
     def __init__(self, platform: str | None = None, *, log_to_driver: bool = True) -> None:
-        if platform not in (None, *PLATFORMS):
-            raise ValueError(f"platform={platform!r} is unknown; use {' or '.join(PLATFORMS)}")
         self.platform, self.log_to_driver = platform, log_to_driver
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,10 +127,16 @@ def join(
         )
     found = len(jax.local_devices())
     if found != devices or jax.default_backend() != platform:
+        packages = {d.name: d.version for d in distributions() if d.name.startswith("jax")}
+        installed = ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
+        advice = {
+            "cpu": "was JAX used earlier in this process?",
+            "gpu": "install the extra cuda12 or cuda13, or set platform = 'cpu' in the placement",
+        }[platform]
         raise RuntimeError(
             f"{devices} {platform} devices were asked for, {found} of {jax.default_backend()!r} "
-            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}): was JAX used earlier in this "
-            "process?"
+            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}; installed: {installed}): "
+            f"{advice}"
         )
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 

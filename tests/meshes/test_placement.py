@@ -185,6 +185,16 @@ def test_odd_names_read_back_equal() -> None:
     assert parse_placement(placement.to_toml()) == placement
 
 
+def test_the_presets_of_simulated_devices_run_on_cpu_also_on_a_machine_with_gpus() -> None:
+    for name in preset_names():
+        placement = load_placement(name, ["actor", "reference"])
+        assert placement.platform == ("cpu" if name.startswith("cpu") else None)
+        assert parse_placement(placement.to_toml()) == placement
+    assert "cpu devices" in load_placement("cpu8_split").table()
+    with pytest.raises(ValueError, match="platform = \"cuda\" is unknown; use 'cpu' or 'gpu'"):
+        parse_placement('platform = "cuda"' + GOOD)
+
+
 def test_single_pool() -> None:
     placement = single_pool(["actor", "reference"], 8, processes=2)
     assert placement.pools == {"all": Pool("all", 8, 2)}
