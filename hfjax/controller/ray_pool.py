@@ -30,6 +30,7 @@ from hfjax.controller.worker import (
 from meshes import placement as spec
 
 RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
+FETCH_TIMEOUT_S = 600  # for values that are ready, perhaps on another host
 START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
@@ -167,17 +168,20 @@ class RayRuntime:
         return [not isinstance(ref, ray.ObjectRef) or ref in finished for ref in refs]
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
-        """Values; raises the worker's own RoleError, or ProcessDied."""
+        """Values of refs that are ready; raises the worker's own RoleError, or ProcessDied."""
         import ray
         from ray import exceptions
 
         remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
         try:
-            values = iter(ray.get(remote))
+            values = iter(ray.get(remote, timeout=FETCH_TIMEOUT_S))
         except exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RoleError) else error) from None
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ProcessDied(str(error)) from None
+        except exceptions.GetTimeoutError:
+            message = f"its result did not arrive within {FETCH_TIMEOUT_S} s"
+            raise ProcessDied(message) from None
         return [next(values) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
 
     def share(self, value: Any) -> Any:
