@@ -36,8 +36,9 @@ class Reply:
 class RoleHandle:
     """A role as the controller sees it; its attributes are the role's declared methods.
 
-    `handle.name(batch, **kwargs)` returns at once: a Batch of the written columns as futures, or
-    Metrics where a method writes none, or, for a method without columns, a Reply.
+    `handle.name(batch, **kwargs)` gives a Batch of the written columns as futures, or Metrics where
+    a method writes none, or, for a method without columns, a Reply. With runtime 'ray' it returns
+    at once; a role in this process (beside the controller, or runtime 'local') computes first.
     """
 
     def __init__(
