@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -118,8 +119,9 @@ class RayPool:
 
 
 class RayRuntime:
-    """Pools as Ray actors, all reserved together; the driver's own JAX stays on the CPU.
+    """Pools as Ray actors, all reserved together; until it closes, this process's JAX is CPU only.
 
+    JAX_PLATFORMS is put back then; a JAX that was first imported meanwhile stays on the CPU.
     Uses the session that is open, else the cluster at RAY_ADDRESS, else a private one on this
     host. `platform` None takes GPUs where the cluster has any.
     """
@@ -131,9 +133,8 @@ class RayRuntime:
         self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+        self._scope = ExitStack()
+        self._scope.enter_context(_cpu_only())
 
     def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
         import ray
@@ -193,6 +194,7 @@ class RayRuntime:
         """Ends every process of every pool and gives the reservation back."""
         import ray
 
+        self._scope.close()
         if not ray.is_initialized():
             return
         for actor in self._actors:
@@ -348,6 +350,25 @@ def _request(pools: Sequence[spec.Pool], platform: str) -> str:
 
 def _total(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(k, 0):g} {k}" for k in ("CPU", "GPU") if resources.get(k))
+
+
+@contextmanager
+def _cpu_only() -> Iterator[None]:
+    """JAX of this process, and of those that it starts, sees no accelerator."""
+    jax, before = sys.modules.get("jax"), os.environ.get("JAX_PLATFORMS")
+    configured = jax.config.jax_platforms if jax else None
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if jax:
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("JAX_PLATFORMS", None)
+        else:
+            os.environ["JAX_PLATFORMS"] = before
+        if jax:
+            jax.config.update("jax_platforms", configured)
 
 
 def _python_path() -> dict[str, str]:

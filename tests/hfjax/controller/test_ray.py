@@ -211,6 +211,14 @@ def test_a_stuck_rank_says_where_it_stands() -> None:
             models.drain()
 
 
+def test_jax_platforms_of_the_caller_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    runtime = ray_pool.RayRuntime("cpu")
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    runtime.close()
+    assert os.environ["JAX_PLATFORMS"] == "cuda,cpu"
+
+
 def test_the_first_error_is_seen_once_and_a_rerun_works() -> None:
     broken = {**BUILDERS, "doubler": partial(Doubler, factor=0)}
     with pytest.raises(RoleError, match=r"role 'doubler', build.*no model at /nowhere"):
