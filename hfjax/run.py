@@ -29,13 +29,13 @@ from hfjax.data import extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
-    SAMPLE_ROWS,
     Mean,
     Metric,
     MetricLog,
     batch_metrics,
     finalize,
     merge,
+    sample_rows,
     taken_seconds,
     timing_metrics,
 )
@@ -142,6 +142,7 @@ class Run:
         self.log = MetricLog(
             self.out, steps=self.steps, console=self.console, tensorboard=config.tensorboard
         )
+        self.console.print("starting pools")
         self.models = start(
             self.placement,
             builders,
@@ -204,7 +205,7 @@ class Run:
         record["training/epoch"] = self.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.rollout:
-            self.log.samples(step, self._with_responses(columns))
+            self.log.samples(step, self._samples(Batch(columns)))
         return record
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
@@ -218,12 +219,12 @@ class Run:
                 f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
             )
 
-    def _with_responses(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns with response texts: of the samples' rows, where no reward decoded all."""
+    def _samples(self, batch: Batch) -> dict[str, Any]:
+        """The columns of the rows to show; response texts too where no reward decoded them."""
+        columns = batch.select(sample_rows(len(batch))).resolved()
         if "response" in columns:
             return columns
-        names = ("input_ids", "prompt_length", "length")
-        rows = list(zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True))
+        rows = zip(*(columns[n] for n in ("input_ids", "prompt_length", "length")), strict=True)
         return columns | {"response": [self.tokenizer.decode(x[p:end]) for x, p, end in rows]}
 
     def evaluate(self, step: int) -> dict[str, float]:

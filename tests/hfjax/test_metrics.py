@@ -196,6 +196,14 @@ def test_equal_runs_write_equal_bytes_and_floats_read_back_exactly(tmp_path):
     }
 
 
+@pytest.mark.parametrize(("rows", "n", "prompts"), [(512, 16, 16), (128, 16, 8), (8, 2, 4)])
+def test_samples_are_of_many_prompts_also_when_each_has_many_rows(rows, n, prompts):
+    shown = metrics.sample_rows(rows)
+    assert len(shown) == min(rows, metrics.SAMPLE_ROWS)
+    assert len({row // n for row in shown}) == prompts
+    assert max(shown) < rows
+
+
 def test_after_a_resume_each_step_stands_once(tmp_path):
     log = quiet_log(tmp_path)
     columns = {"prompt": ["p"] * 2, "response": ["é", "\ud800"], "score": np.float32([0.5, np.nan])}
