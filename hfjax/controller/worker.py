@@ -5,6 +5,7 @@ This module does not import JAX at the top: platform and simulated devices are s
 """
 
 import functools
+import logging
 import os
 import re
 import socket
@@ -90,6 +91,7 @@ class CallInfo:
     compiles: int
     metrics: Mapping[str, Any]
     value: Any = None  # of a method without columns
+    warnings: tuple[str, ...] = ()  # logged since the process's last report
 
 
 def describe(role: str, method: str, step: int, pool: str, rank: int, host: str) -> str:
@@ -141,6 +143,22 @@ def join(
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
 
 
+class _Warnings(logging.Handler):
+    """Keeps what a process logs at WARNING and above, until it is taken to the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: dict[str, None] = {}  # each text once
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept[f"{record.name}: {record.getMessage()}"] = None
+
+    def taken(self) -> tuple[str, ...]:
+        """The texts since the last time."""
+        kept, self._kept = tuple(self._kept), {}
+        return kept
+
+
 class Worker:
     """Hosts all roles of a pool in one process and runs their calls one after the other."""
 
@@ -157,6 +175,9 @@ class Worker:
         self.processes, self.local = processes, local
         self.host = socket.gethostname()
         self.roles: dict[str, Any] = {}
+        self._warnings = _Warnings()
+        if not local:  # where they would be seen by nobody
+            logging.getLogger().addHandler(self._warnings)
 
     def build(
         self, role: str, builder: Callable[[RoleContext], Any], placement: "RolePlacement | None"
@@ -168,7 +189,10 @@ class Worker:
                 role, placement, self.devices, self.rank, self.processes, self.local
             )
             self.roles[role] = builder(context)
-            return CallInfo(self.rank, start_s, time.time(), _compiles() - compiles, {})
+            end_s, compiles = time.time(), _compiles() - compiles
+            return CallInfo(
+                self.rank, start_s, end_s, compiles, {}, warnings=self._warnings.taken()
+            )
 
     def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
         """Runs a role's method: one value for each written column, then a CallInfo."""
@@ -184,7 +208,8 @@ class Worker:
                 answer = function(_shard(call, values), **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics
             end_s = time.time()
-            info = CallInfo(self.rank, start_s, end_s, _compiles() - compiles, metrics, value)
+            compiles, warnings = _compiles() - compiles, self._warnings.taken()
+            info = CallInfo(self.rank, start_s, end_s, compiles, metrics, value, warnings)
             return (*columns, info)
 
     def close(self) -> None:

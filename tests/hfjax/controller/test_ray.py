@@ -4,6 +4,7 @@
 import dataclasses
 import importlib.util
 import os
+import re
 import socket
 import sys
 import time
@@ -147,6 +148,16 @@ def test_the_driver_does_not_wait_before_it_reads(m: Models) -> None:
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
         column.result(0.1)  # type: ignore[union-attr]
     assert column.result().tolist() == [1.0, 1.0]  # type: ignore[union-attr]
+
+
+def test_a_workers_warning_is_logged_by_the_driver_once(
+    m: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("it is odd", "it is odd", "it is odder"):
+        m.doubler.warn(text=text).result()  # on two ranks
+    messages = [re.sub("rank .", "rank R", record.getMessage()) for record in caplog.records]
+    where = f"role 'doubler', warn at step {m.step} (rank R of pool 'world' on host {HOST})"
+    assert messages == [f"{where}: toys: it is odd", f"{where}: toys: it is odder"]
 
 
 def test_nothing_compiles_twice(m: Models) -> None:
