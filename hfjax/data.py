@@ -102,7 +102,7 @@ class HeldOut:
     items: Sequence[Any]
     collate: Callable[[Sequence[Any], int], Columns]
 
-    def batches(self, batch: int, n: int = 1) -> Iterator[tuple[Columns, int]]:
+    def batches(self, batch: int) -> Iterator[tuple[Columns, int]]:
         """Full batches, so that shapes repeat, and how many of their rows count.
 
         The last batch is filled up with its own last item; those rows stand at the end.
@@ -110,7 +110,7 @@ class HeldOut:
         for start in range(0, len(self.items), batch):
             items = list(self.items[start : start + batch])
             filled = items + items[-1:] * (batch - len(items))
-            yield self.collate(filled, n), n * len(items)
+            yield self.collate(filled, 1), len(items)
 
 
 def make_sources(

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 STEP = "training/global_step"
-TIMING_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
 RESPONSE_STAGES = ("gen",)
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
@@ -249,11 +248,6 @@ def timing_metrics(
         used_kib = int(kib["MemTotal"].split()[0]) - int(kib["MemAvailable"].split()[0])
         out["perf/cpu_memory_used_gb"] = used_kib / 2**20
     return out
-
-
-def is_timing(name: str) -> bool:
-    """Whether a metric may differ between two equal runs: it measures the machine."""
-    return name.startswith(TIMING_PREFIXES)
 
 
 def sample_rows(rows: int) -> range:

@@ -182,8 +182,8 @@ class RewardPool:
     A batch is cut into chunks of adjacent rows, so the function must judge each row by itself.
     A chunk that raises, dies or overruns is repeated row by row, each row with a deadline of its
     own; a process that died or overran is replaced. The culprits' rows then fail the call
-    (on_error="fail") or get `default` and are marked (on_error="skip"). A wrong number of
-    scores is no row's fault and always fails.
+    (on_error="fail") or get 0 and are marked (on_error="skip"). A wrong number of scores is no
+    row's fault and always fails.
     """
 
     def __init__(
@@ -193,7 +193,6 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 30.0,
         on_error: Literal["fail", "skip"] = "fail",
-        default: float = 0.0,
     ) -> None:
         if workers < 1:
             raise ValueError(f"reward.workers={workers}: must be at least 1")
@@ -202,7 +201,7 @@ class RewardPool:
         if on_error not in ("fail", "skip"):
             raise ValueError(f"reward.on_error={on_error!r}: use 'fail' or 'skip'")
         self.function, self.deadline_s = function, deadline_s
-        self._skip, self._default = on_error == "skip", default
+        self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
         self._workers = [_Worker(function) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
@@ -236,7 +235,7 @@ class RewardPool:
             row = min(reasons)
             counts = f"{len(reasons)} of {len(scores)} rows failed"
             log.warning("reward %s: %s; row %d %s", self.function, counts, row, reasons[row])
-        return np.where(failed, np.float32(self._default), scores), failed
+        return scores, failed
 
     def close(self) -> None:
         """Ends the worker processes and whatever they started."""

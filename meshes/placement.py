@@ -143,10 +143,6 @@ class Placement:
             start += each.devices
         raise ValueError(_unknown("pool", pool, self.pools))
 
-    def roles_of(self, pool: str) -> tuple[str, ...]:
-        """Roles that live on a pool, in file order."""
-        return tuple(name for name, role in self.roles.items() if role.pool == pool)
-
     def check(self, role_names: Collection[str]) -> None:
         """Refuses a placement that lacks a role of the algorithm, or holds one it has not."""
         have = ", ".join(f"[{name}]" for name in self.roles)

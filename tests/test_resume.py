@@ -18,10 +18,11 @@ from algorithms import ppo
 from hfjax.algorithm import config_class
 from hfjax.arithmetic import write_task_model_config
 from hfjax.config import from_dict, to_toml
-from hfjax.metrics import STEP, is_timing
+from hfjax.metrics import STEP
 from hfjax.run import train
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
+from tests.fixtures import is_timing
 
 STEPS = 8
 SAVE_EVERY = 3

@@ -156,8 +156,6 @@ def test_timing_metrics_divide_generation_by_response_tokens_and_the_rest_by_all
         "perf/time_per_step": 4.0,
         "perf/throughput": 1000 / (4 * 8),
     }
-    assert all(map(metrics.is_timing, got))
-    assert not metrics.is_timing("critic/score/mean")
     assert "timing_per_token_ms/gen" not in metrics.timing_metrics(seconds, 0, 0, devices=1)
 
 

@@ -146,12 +146,10 @@ def test_numpy_int_bool_and_generators_are_accepted(functions):
 
 def test_skip_marks_the_rows_that_raise_sleep_spin_or_die(functions, caplog):
     started = time.monotonic()
-    pool = RewardPool(
-        f"{functions}:trouble", workers=2, deadline_s=1.0, on_error="skip", default=-1.0
-    )
+    pool = RewardPool(f"{functions}:trouble", workers=2, deadline_s=1.0, on_error="skip")
     scores, failed = score(pool, ROWS)
     assert time.monotonic() - started < 15
-    assert scores.tolist() == [0, 1, 2, -1, -1, -1, -1, 7]
+    assert scores.tolist() == [0, 1, 2, 0, 0, 0, 0, 7]
     assert failed.tolist() == [False] * 3 + [True] * 4 + [False]
     assert "4 of 8 rows failed; row 3 raised" in caplog.text
     assert "boom in row three" in caplog.text
