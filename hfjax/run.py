@@ -22,7 +22,7 @@ from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class
 from hfjax.batch import Batch
-from hfjax.config import from_dict, read_toml
+from hfjax.config import TrainingConfig, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.data import extent, make_sources
@@ -43,7 +43,7 @@ from hfjax.models.hf import load_config, resolve_model
 from hfjax.rewards import FunctionReward
 from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
 from hfjax.rundir import began, open_directory
-from hfjax.tokenizer import load_tokenizer
+from hfjax.tokenizer import check_vocabulary, load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,8 @@ class Run:
             if role in self.placement.roles:
                 self._check_micro(role, tokens)
                 check_model(builder, self.placement.roles[role].mesh_shape, tokens, highest_id)
+                if (model := builder.keywords["model"]) != self.model:
+                    check_vocabulary(self.tokenizer, load_tokenizer(model))
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
         about = {"algorithm": name, "model": self.model, "began": now.isoformat()}
@@ -287,11 +289,13 @@ class Run:
     def _check_micro(self, role: str, tokens: int) -> None:
         """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
         training = getattr(self.config, role, None)
+        if not isinstance(training, TrainingConfig):
+            return
         replicas = self.placement.roles[role].mesh_shape.replicas
-        if training and training.micro_sequences:
+        if training.micro_sequences:
             rows = training.minibatch_sequences or self.rows
             check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
-        if training and training.micro_tokens:
+        if training.micro_tokens:
             limit = training.micro_tokens
             check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
 

@@ -61,6 +61,12 @@ class Tokenizer:
         """The tokenizer's own end token; a model's generation_config.json may name more."""
         return () if self.eos_id is None else (self.eos_id,)
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """Every token by its id, in the order of ids."""
+        table = self._backend.get_vocab(with_added_tokens=True)
+        return dict(sorted((token_id, token) for token, token_id in table.items()))
+
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of a text; with `add_bos`, one BOS in front if this tokenizer uses one."""
         ids = self._backend.encode(text, add_special_tokens=False).ids
@@ -164,6 +170,18 @@ class Tokenizer:
             return _environment(self._now).from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self._source} is broken: {error}") from error
+
+
+def check_vocabulary(actor: Tokenizer, reader: Tokenizer) -> None:
+    """Refuses a model that would read an id of the actor's as another token; it may know more."""
+    theirs = reader.vocabulary
+    for token_id, token in actor.vocabulary.items():
+        if theirs.get(token_id) != token:
+            raise ValueError(
+                f"model={reader._source!r} has another tokenizer than the actor's "
+                f"{actor._source!r}: id {token_id} is {theirs.get(token_id)!r} there and {token!r} "
+                "here; use a model with the actor's tokenizer"
+            )
 
 
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")

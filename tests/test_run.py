@@ -450,17 +450,24 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
 
 
 def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_resumed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The template writes the microsecond, which would change the prompts as another day does."""
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: None)
     model = write_lut(tmp_path / "model", path_table(3, EOS))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for digit in strftime_now('%f') %}t{{ digit }} {% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    prompts = [[{"role": "user", "content": "t3"}]] * 2
-    train(grpo, configured(grpo, tmp_path, model, prompts))
-    again = configured(grpo, tmp_path, model, prompts, steps=2, resume=True)
-    assert len(records(train(grpo, again))) == 2
+
+    def prompts(out: str, resume: bool) -> list[int]:
+        message = {"role": "user", "content": "t3"}
+        config = configured(grpo, tmp_path, model, [[message]], out=out, resume=resume)
+        return Run(grpo, config).source.items[0].ids
+
+    out, other = str(tmp_path / "run"), str(tmp_path / "other")
+    first = prompts(out, resume=False)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert prompts(out, resume=True) == first != prompts(other, resume=False)
 
 
 def test_another_run_is_not_continued_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
@@ -504,6 +511,26 @@ def test_a_jax_that_hangs_while_it_looks_for_devices_is_refused(
     monkeypatch.setattr("hfjax.run.LOOK_TIMEOUT_S", 0.001)
     with pytest.raises(ValueError, match=r"did not find devices within 0\.001 s; set --placement"):
         Run(sft, tuning(tmp_path, placement="", runtime="ray"))
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused_by_the_first_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens, two of them swapped: no id is outside, and every score would be wrong."""
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: None)
+    model = write_tiny_hf(tmp_path / "model")
+    judge = write_tiny_hf(tmp_path / "judge", head="score")
+    placed(tmp_path / "placement.toml", MeshShape(), "actor", "reference", "reward")
+    reward = {"function": "", "model": str(judge)}
+    config = configured(grpo, tmp_path, model, [[3, 4]], reward=reward)
+    Run(grpo, config)
+    file = judge / "tokenizer.json"
+    swapped = json.loads(file.read_text())
+    swapped["model"]["vocab"] |= {"t7": 8, "t8": 7}
+    file.write_text(json.dumps(swapped))
+    message = r"judge' has another tokenizer .*: id 7 is 't8' there and 't7' here"
+    with pytest.raises(ValueError, match=message):
+        Run(grpo, dataclasses.replace(config, out=str(tmp_path / "second")))
 
 
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
