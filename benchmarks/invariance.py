@@ -76,7 +76,7 @@ def one_pool(shape: MeshShape, *, processes: int = 1, generate_tensor: int = 0) 
         "critic": RolePlacement("critic", "all", train=shape),
         "reference": RolePlacement("reference", "all", infer=shape),
     }
-    return Placement({"all": Pool("all", shape.devices, processes)}, roles)
+    return Placement({"all": Pool("all", shape.devices, processes)}, roles, "cpu")
 
 
 def two_pools(*, processes: int = 1) -> Placement:
@@ -89,7 +89,7 @@ def two_pools(*, processes: int = 1) -> Placement:
         "critic": RolePlacement("critic", "value", train=MeshShape(fsdp=4)),
         "reference": RolePlacement("reference", "policy", infer=shape),
     }
-    return Placement(pools, roles)
+    return Placement(pools, roles, "cpu")
 
 
 DATA_8, DATA_2_TENSOR_4 = MeshShape(data=8), MeshShape(data=2, tensor=4)
