@@ -19,17 +19,17 @@ from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class
 from hfjax.batch import Batch
-from hfjax.config import from_dict, read_toml
+from hfjax.config import TrainingConfig, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.metrics import (
-    SAMPLE_ROWS,
     Mean,
     Metric,
     MetricLog,
     batch_metrics,
     finalize,
     merge,
+    sample_rows,
     taken_seconds,
     timing_metrics,
 )
@@ -197,12 +197,12 @@ class Run:
                 f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
             )
 
-    def _with_responses(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns with response texts: of the samples' rows, where no reward decoded all."""
+    def _samples(self, batch: Batch) -> dict[str, Any]:
+        """The columns of the rows to show; response texts too where no reward decoded them."""
+        columns = batch.select(sample_rows(len(batch))).resolved()
         if "response" in columns:
             return columns
-        names = ("input_ids", "prompt_length", "length")
-        rows = list(zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True))
+        rows = zip(*(columns[n] for n in ("input_ids", "prompt_length", "length")), strict=True)
         return columns | {"response": [self.tokenizer.decode(x[p:end]) for x, p, end in rows]}
 
     def evaluate(self, step: int) -> dict[str, float]:

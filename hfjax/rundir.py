@@ -75,6 +75,14 @@ def open_directory(
         os.replace(out / f"{name}.new", out / name)
 
 
+def began(out: Path, *, resume: bool) -> datetime:
+    """When the run in `out` was first started: prompts carry no later date, also when resumed."""
+    file = out / "run.json"
+    if resume and file.exists():
+        return datetime.fromisoformat(json.loads(file.read_text())["began"])
+    return datetime.now()
+
+
 def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
     """Refuses to continue another run: only FREE_ON_RESUME may differ from its settings."""
     saved = json.loads((out / "run.json").read_text())

@@ -113,7 +113,7 @@ def generate_layout(shape: MeshShape, *, kv_heads: int) -> Layout:
     """Generation: the weights leave `fsdp` and the inner halves, which go to the batch.
 
     Each device's shard contains its training shard (HybridFlow §5.3), so moving there is
-    all-gathers inside micro-DP groups and nothing else.
+    all-gathers and nothing else: inside micro-DP groups, and over `fsdp` where that shards.
     """
     return Layout(
         "generate",

@@ -21,6 +21,11 @@ HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 
+def is_timing(name: str) -> bool:
+    """Whether a metric may differ between two equal runs: it measures the machine."""
+    return name.startswith(("timing_s/", "timing_per_token_ms/", "perf/"))
+
+
 def tiny_config(**over: Any) -> ModelConfig:
     """Every size differs and divides by 4-way tensor, so that a swapped axis fails."""
     sizes: dict[str, Any] = {

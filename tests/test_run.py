@@ -484,6 +484,27 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
         Run(sft, config)
 
 
+def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template writes the microsecond, which would change the prompts as another day does."""
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: None)
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for digit in strftime_now('%f') %}t{{ digit }} {% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def prompts(out: str, resume: bool) -> list[int]:
+        message = {"role": "user", "content": "t3"}
+        config = configured(grpo, tmp_path, model, [[message]], out=out, resume=resume)
+        return Run(grpo, config).source.items[0].ids
+
+    out, other = str(tmp_path / "run"), str(tmp_path / "other")
+    first = prompts(out, resume=False)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert prompts(out, resume=True) == first != prompts(other, resume=False)
+
+
 def test_another_run_is_not_continued_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
     config = tuning(tmp_path, steps=1)
     out = train(sft, config)

@@ -5,6 +5,7 @@ This module does not import JAX at the top: platform and simulated devices are s
 """
 
 import functools
+import logging
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +95,7 @@ class CallInfo:
     compiles: int
     metrics: Mapping[str, Any]
     value: Any = None  # of a method without columns
+    warnings: tuple[str, ...] = ()  # logged since the process's last report
 
 
 def describe(role: str, method: str, step: int, pool: str, rank: int, host: str) -> str:
@@ -130,12 +133,34 @@ def join(
         )
     found = len(jax.local_devices())
     if found != devices or jax.default_backend() != platform:
+        packages = {d.name: d.version for d in distributions() if d.name.startswith("jax")}
+        installed = ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
+        advice = {
+            "cpu": "was JAX used earlier in this process?",
+            "gpu": "install the extra cuda12 or cuda13, or set platform = 'cpu' in the placement",
+        }[platform]
         raise RuntimeError(
             f"{devices} {platform} devices were asked for, {found} of {jax.default_backend()!r} "
-            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}): was JAX used earlier in this "
-            "process?"
+            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}; installed: {installed}): "
+            f"{advice}"
         )
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+
+
+class _Warnings(logging.Handler):
+    """Keeps what a process logs at WARNING and above, until it is taken to the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: dict[str, None] = {}  # each text once
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept[f"{record.name}: {record.getMessage()}"] = None
+
+    def taken(self) -> tuple[str, ...]:
+        """The texts since the last time."""
+        kept, self._kept = tuple(self._kept), {}
+        return kept
 
 
 class Worker:
@@ -154,6 +179,9 @@ class Worker:
         self.processes, self.local = processes, local
         self.host = socket.gethostname()
         self.roles: dict[str, Any] = {}
+        self._warnings = _Warnings()
+        if not local:  # where they would be seen by nobody
+            logging.getLogger().addHandler(self._warnings)
 
     def build(
         self, role: str, builder: Callable[[RoleContext], Any], placement: "RolePlacement | None"
@@ -165,7 +193,10 @@ class Worker:
                 role, placement, self.devices, self.rank, self.processes, self.local
             )
             self.roles[role] = builder(context)
-            return CallInfo(self.rank, start_s, time.time(), _compiles() - compiles, {})
+            end_s, compiles = time.time(), _compiles() - compiles
+            return CallInfo(
+                self.rank, start_s, end_s, compiles, {}, warnings=self._warnings.taken()
+            )
 
     def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
         """Runs a role's method: one value for each written column, then a CallInfo."""
@@ -181,7 +212,8 @@ class Worker:
                 answer = function(_shard(call, values), **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics
             end_s = time.time()
-            info = CallInfo(self.rank, start_s, end_s, _compiles() - compiles, metrics, value)
+            compiles, warnings = _compiles() - compiles, self._warnings.taken()
+            info = CallInfo(self.rank, start_s, end_s, compiles, metrics, value, warnings)
             return (*columns, info)
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from meshes.layouts import Layout, check, shardings
 class Relay:
     """Compiled move between two layouts of one mesh.
 
-    Because a device's generation shard contains its training shard, the compiler needs
-    all-gathers inside micro-DP groups and nothing else.
+    Because a device's generation shard contains its training shard, the compiler needs all-gathers
+    and nothing else: inside micro-DP groups, and over `fsdp` where the training layout shards.
     """
 
     def __init__(

@@ -28,7 +28,6 @@ from meshes.layouts import Layout, check, replicated, shardings
 
 log = logging.getLogger(__name__)
 
-Metrics = dict[str, Metric]
 Micro = Mapping[str, jax.Array]  # columns of one micro-batch on the devices
 
 OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
@@ -215,7 +214,9 @@ class Trainer:
         opt_state, updates, skipped = self._init(params)
         return TrainState(params=params, opt_state=opt_state, updates=updates, skipped=skipped)
 
-    def update(self, state: TrainState, micros: Sequence[Stack]) -> tuple[TrainState, Metrics]:
+    def update(
+        self, state: TrainState, micros: Sequence[Stack]
+    ) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update from one mini-batch; `state` is donated.
 
         `micros`: stacks of columns (M, mb, ...), one or several shapes, whole on every process. A
@@ -231,7 +232,7 @@ class Trainer:
 
     def gradients(
         self, params: Params, micros: Sequence[Stack]
-    ) -> tuple[jax.Array, Params, Metrics]:
+    ) -> tuple[jax.Array, Params, dict[str, Metric]]:
         """Loss, float32 gradients and the loss's metrics of one mini-batch."""
         counts = _counts(micros)
         grads, losses, metrics = self._zeros(), [], dict[str, Metric]()
@@ -254,7 +255,7 @@ class Trainer:
         micros: Micro,
         tokens: jax.Array,
         sequences: jax.Array,
-    ) -> tuple[Params, jax.Array, Metrics]:
+    ) -> tuple[Params, jax.Array, dict[str, Metric]]:
         """`grads` plus those of M micro-batches, one after another; their loss and metrics."""
         denominators = Denominators(tokens, sequences)
 
@@ -263,7 +264,7 @@ class Trainer:
             outputs = self._forward(cast(params, self._dtype), micro)
             return self._loss(outputs, micro, denominators)
 
-        def add(grads: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
+        def add(grads: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, dict[str, Metric]]]:
             (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(params, micro)
             # the sum stays sharded like the parameters inside the loop too
             more = jax.lax.with_sharding_constraint(more, self._param_shardings)
@@ -274,7 +275,7 @@ class Trainer:
 
     def _apply_grads(
         self, state: TrainState, grads: Params, loss: jax.Array, tokens: jax.Array
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, dict[str, Metric]]:
         norm = optax.tree_utils.tree_norm(grads)
         usable = jnp.isfinite(norm) & jnp.isfinite(loss) & (tokens > 0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 count

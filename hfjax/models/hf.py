@@ -108,7 +108,7 @@ def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
 def load_params(
     path: str | Path, cfg: ModelConfig, head: Head, shardings: Any = None, dtype: Any = jnp.float32
 ) -> Params:
-    """Parameters read from the files shard by shard: no device, and no host, holds one whole.
+    """Parameters read from the files: a process reads the shards its devices hold, one at a time.
 
     All files are checked before anything is allocated. head='value' on a checkpoint without a
     score head gets a zero head; head='score' needs one. `shardings` is the tree of

@@ -44,7 +44,6 @@ def test_a_file_becomes_pools_and_split_meshes() -> None:
     assert actor.mesh_shape.micro_replicas == 2
     assert placement.roles["critic"].mesh_shape == MeshShape(fsdp=4)
     assert placement.roles["reward"].mesh_shape == MeshShape(data=4)
-    assert placement.roles_of("value") == ("critic", "reward")
     assert placement.device_range("value") == range(4, 8)
     assert placement.devices == 8
 
@@ -183,6 +182,16 @@ def test_odd_names_read_back_equal() -> None:
         {"my role": RolePlacement("my role", 'a "b".c', train=MeshShape(tensor=2))},
     )
     assert parse_placement(placement.to_toml()) == placement
+
+
+def test_the_presets_of_simulated_devices_run_on_cpu_also_on_a_machine_with_gpus() -> None:
+    for name in preset_names():
+        placement = load_placement(name, ["actor", "reference"])
+        assert placement.platform == ("cpu" if name.startswith("cpu") else None)
+        assert parse_placement(placement.to_toml()) == placement
+    assert "cpu devices" in load_placement("cpu8_split").table()
+    with pytest.raises(ValueError, match="platform = \"cuda\" is unknown; use 'cpu' or 'gpu'"):
+        parse_placement('platform = "cuda"' + GOOD)
 
 
 def test_single_pool() -> None:
