@@ -5,6 +5,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,6 @@ from hfjax.items import PROMPTS
 from hfjax.models.hf import check_files, load_config, resolve_model
 from hfjax.rewards import FunctionReward
 from hfjax.roles import (
-    WIDTH_BUCKET,
     Actor,
     ModelRole,
     Reward,
@@ -27,6 +27,7 @@ from hfjax.roles import (
     role_class,
     stop_ids,
 )
+from hfjax.tokenizer import check_vocabulary, load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
 
 LOOK_TIMEOUT_S = 120
@@ -80,8 +81,8 @@ class Plan:
         return f"{'; '.join(parts)}; {self.steps} steps"
 
 
-def prepare(algorithm: ModuleType, config: Any) -> Plan:
-    """The plan of a run; ValueError names what cannot work."""
+def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
+    """The plan of a run that began at `now`; ValueError names what cannot work."""
     if config.runtime == "ray":
         jax.config.update("jax_platforms", "cpu")  # the accelerators are the workers'
     getattr(algorithm, "check", lambda config: None)(config)
@@ -92,7 +93,7 @@ def prepare(algorithm: ModuleType, config: Any) -> Plan:
     if rollout and config.reward.model:
         data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
     kind = getattr(algorithm, "DATA", PROMPTS)
-    source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed)
+    source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed, now=now)
     if config.eval_every and held_out is None:
         raise ValueError(f"eval_every={config.eval_every}: set data.eval too, or leave it 0")
     steps = config.steps or config.epochs * source.steps_per_epoch
@@ -113,6 +114,8 @@ def prepare(algorithm: ModuleType, config: Any) -> Plan:
     for role, place in plan.placement.roles.items():
         check_model(builders[role], place.mesh_shape, tokens, highest_id)
         _check_weights(builders[role])
+        if (other := builders[role].keywords["model"]) != model:
+            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
     if rollout:
         _check_stops(model, rollout)
     return plan
@@ -173,18 +176,29 @@ def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
     if config.placement:
         return load_placement(config.placement, placed)
     frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
-    return single_pool(placed, _devices_found(config.runtime), frozen=frozen)
+    platform, devices = _devices_found(config.runtime)
+    return single_pool(placed, devices, frozen=frozen, platform=platform)
 
 
-def _devices_found(runtime: str) -> int:
-    """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
+def _devices_found(runtime: str) -> tuple[str | None, int]:
+    """Platform (None: this process's) and devices of this host.
+
+    For runtime ray a child process looks, so that this one holds none.
+    """
     if runtime == "local":
-        return len(jax.devices())
-    look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
-    found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+        return None, len(jax.devices())
+    code = "import jax; print(jax.default_backend(), len(jax.devices()))"
+    look = [sys.executable, "-c", code]
+    try:
+        found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"JAX did not find devices within {LOOK_TIMEOUT_S} s; set --placement"
+        ) from None
     if found.returncode:
         raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
-    return int(found.stdout.split()[-1])
+    platform, devices = found.stdout.split()[-2:]
+    return platform, int(devices)
 
 
 def _extent(plan: Plan) -> tuple[int, int]:
@@ -205,8 +219,7 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
         rows = training.minibatch_sequences or plan.rows
         check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
     if training.micro_tokens:
-        limit = training.micro_tokens
-        check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
+        check_micro_tokens(training.micro_tokens, tokens, replicas, f"{role}.")
 
 
 def _check_weights(builder: partial[Any]) -> None:

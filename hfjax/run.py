@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class
 from hfjax.batch import Batch
-from hfjax.config import TrainingConfig, from_dict, read_toml
+from hfjax.config import from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.metrics import (
@@ -35,7 +35,7 @@ from hfjax.metrics import (
 )
 from hfjax.models.hf import resolve_model
 from hfjax.prepare import prepare
-from hfjax.rundir import check_state, find_run, open_directory
+from hfjax.rundir import began, check_state, find_run, open_directory
 from hfjax.tokenizer import load_tokenizer
 
 STAGES = {  # method -> verl's name of the stage
@@ -95,11 +95,12 @@ class Run:
     def __init__(self, algorithm: ModuleType, config: Any) -> None:
         """Everything that can be wrong is looked for before a process starts."""
         self.algorithm, self.config = algorithm, config
-        self.plan = plan = prepare(algorithm, config)
+        now = began(Path(config.out), resume=config.resume)
+        self.plan = plan = prepare(algorithm, config, now)
         self.tokenizer = load_tokenizer(plan.model)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
-        about = {"algorithm": name, "model": plan.model}
+        about = {"algorithm": name, "model": plan.model, "began": now.isoformat()}
         self.done, self.store = find_run(self.out, config, about)
         if self.done:
             check_state(plan, self.store, self.done)
@@ -107,6 +108,7 @@ class Run:
         self.refused = 0
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
+        self.console.print("starting pools")
         self.models = start(
             plan.placement,
             self._builders(),
@@ -183,7 +185,7 @@ class Run:
         record["training/epoch"] = self.plan.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.plan.rollout:
-            self.log.samples(step, self._with_responses(columns))
+            self.log.samples(step, self._samples(Batch(columns)))
         return record
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:

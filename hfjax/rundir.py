@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import tomllib
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ FREE_ON_RESUME = (
 def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, CheckpointStore]:
     """The last step on disk, 0 for a new run; nothing is written.
 
-    `about` names algorithm and model. A directory in use is refused unless it is resumed, and one
-    of another run always.
+    `about` names algorithm and model, and says when the run began. A directory in use is refused
+    unless it is resumed, and one of another run always.
     """
     folder = out / "checkpoints"
     used = (out / "metrics.jsonl").exists() or any(folder.glob("step_*"))

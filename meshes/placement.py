@@ -228,7 +228,12 @@ class Placement:
 
 
 def single_pool(
-    roles: Iterable[str], devices: int, processes: int = 1, frozen: Collection[str] = ()
+    roles: Iterable[str],
+    devices: int,
+    processes: int = 1,
+    *,
+    frozen: Collection[str] = (),
+    platform: str | None = None,
 ) -> Placement:
     """Every role on all devices, data parallel; `frozen` ones only compute."""
     shape = MeshShape(data=devices)
@@ -240,6 +245,7 @@ def single_pool(
             else RolePlacement(role, "all", train=shape)
             for role in roles
         },
+        platform,
     )
 
 

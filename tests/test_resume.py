@@ -21,13 +21,13 @@ from hfjax.config import from_dict, to_toml
 from hfjax.controller.worker import RoleError
 from hfjax.engine.checkpoint import CheckpointStore
 from hfjax.engine.train import Trainer
-from hfjax.metrics import STEP, MetricLog, is_timing
+from hfjax.metrics import STEP, MetricLog
 from hfjax.models.hf import load_config, load_params
 from hfjax.run import train
 from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import write_tiny_hf
+from tests.fixtures import is_timing, write_tiny_hf
 from tests.test_run import tuning
 
 STEPS = 8

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import types
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 import hfjax
-from algorithms import grpo, ppo
+from algorithms import grpo, ppo, sft
 from hfjax import cli
 from hfjax.algorithm import config_class
 from hfjax.config import from_dict, to_toml
@@ -21,8 +22,11 @@ from hfjax.controller.worker import RoleError
 from hfjax.prepare import prepare
 from hfjax.roles import Actor
 from hfjax.run import Run
-from tests.fixtures import path_table, write_lut
-from tests.test_run import EOS, prompts_file
+from meshes.placement import Placement
+from tests.fixtures import path_table, write_lut, write_tiny_hf
+from tests.test_run import EOS, prompts_file, tuning
+
+NOW = datetime(2026, 1, 2)
 
 
 def test_the_algorithms_own_settings_are_an_override_of_train(
@@ -116,7 +120,7 @@ def test_a_reward_model_without_a_score_head_is_refused_early(
 def test_a_reward_model_is_planned_without_training_settings(tmp_path: Path) -> None:
     model = write_lut(tmp_path / "model", path_table(3, EOS))
     scores = write_lut(tmp_path / "scores", scores=[0.0] * 16)
-    plan = prepare(grpo, asked(tmp_path, model, reward={"model": str(scores)}))
+    plan = prepare(grpo, asked(tmp_path, model, reward={"model": str(scores)}), NOW)
     assert plan.builders["reward"].keywords == {"model": str(scores)}
 
 
@@ -136,9 +140,9 @@ def test_an_evaluation_batch_is_no_bigger_than_a_step(tmp_path: Path) -> None:
     config = asked(tmp_path, write_lut(tmp_path / "model", path_table(3, EOS)))
     data = dataclasses.replace(config.data, eval=held_out)
     config = dataclasses.replace(config, data=data)
-    assert prepare(grpo, config).eval_rows == 64
+    assert prepare(grpo, config, NOW).eval_rows == 64
     wide = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, n=32))
-    assert prepare(grpo, wide).eval_rows == 100
+    assert prepare(grpo, wide, NOW).eval_rows == 100
 
 
 def test_a_role_that_is_no_partial_is_named() -> None:
@@ -169,12 +173,47 @@ def test_a_trained_role_of_any_name_has_its_own_section(
     table = dataclasses.asdict(config)
     del table["algorithm"]
     config = from_dict(cls, table | {"judge": {"epochs": 3}}, where="test")
-    plan = prepare(module, config)
+    plan = prepare(module, config, NOW)
     assert plan.trained == ["actor", "critic", "judge"]
     assert plan.builders["judge"].keywords["training"].epochs == 3
     assert plan.builders["actor"].keywords["rollout"] == config.rollout
     infer = {role: place.infer is not None for role, place in plan.placement.roles.items()}
     assert infer == {"actor": False, "critic": False, "judge": False, "reference": True}
+
+
+def test_without_a_placement_ray_is_told_the_platform_whose_devices_were_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Ray detects may be GPUs that this JAX cannot use."""
+    started: list[Placement] = []
+    monkeypatch.setattr("hfjax.run.start", lambda placement, *_, **__: started.append(placement))
+    Run(sft, tuning(tmp_path, placement="", runtime="ray", steps=1))
+    assert (started[0].platform, started[0].devices) == ("cpu", 8)
+
+
+def test_a_jax_that_hangs_while_it_looks_for_devices_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfjax.prepare.LOOK_TIMEOUT_S", 0.001)
+    with pytest.raises(ValueError, match=r"did not find devices within 0\.001 s; set --placement"):
+        Run(sft, tuning(tmp_path, placement="", runtime="ray"))
+
+
+def test_a_reward_model_with_another_tokenizer_is_refused_by_the_first_token(
+    tmp_path: Path,
+) -> None:
+    """As many tokens, two of them swapped: no id is outside, and every score would be wrong."""
+    model = write_tiny_hf(tmp_path / "model")
+    judge = write_tiny_hf(tmp_path / "judge", head="score")
+    config = asked(tmp_path, model, reward={"model": str(judge)})
+    prepare(grpo, config, NOW)
+    file = judge / "tokenizer.json"
+    swapped = json.loads(file.read_text())
+    swapped["model"]["vocab"] |= {"t7": 8, "t8": 7}
+    file.write_text(json.dumps(swapped))
+    message = r"judge' has another tokenizer .*: id 7 is 't8' there and 't7' here"
+    with pytest.raises(ValueError, match=message):
+        prepare(grpo, config, NOW)
 
 
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
