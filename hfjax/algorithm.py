@@ -50,7 +50,12 @@ def algorithm_name(module: ModuleType) -> str:
 def config_class(algorithm: ModuleType) -> type:
     """RunConfig plus the sections that the algorithm's roles use, plus its own Settings."""
     settings = algorithm.Settings
-    roles = algorithm.roles(settings())
+    try:
+        roles = algorithm.roles(settings())
+    except TypeError as error:
+        raise ValueError(
+            f"{algorithm.__name__}: Settings() must work with defaults alone: {error}"
+        ) from error
     trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
     kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, TrainingConfig)
     kinds |= {n: SECTIONS[n] for n in ("reward", "rollout") if "reward" in roles}

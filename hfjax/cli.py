@@ -5,6 +5,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 import warnings
 from typing import Any
 
@@ -49,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RoleError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
+        if not error.refusal and error.__cause__:  # of a role in this process
+            traceback.print_exception(error.__cause__)
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
         return 2 if error.refusal else 1
     except KeyboardInterrupt:
@@ -83,9 +86,8 @@ def parse(module: Any, arguments: list[str]) -> Any:
     file = read_toml(known.config) if known.config else {}
     model = known.model or file.get("model", "embedded")
     rest = [alias(argument) for argument in _without(arguments, "--config")]
-    own_data = any(argument.split("=")[0] == "--data.train" for argument in rest)
-    own_data = own_data or "train" in file.get("data", {})
-    base = default_config(module, model, known.config, own_data=own_data)
+    own = {argument[2:].split("=")[0].replace("-", "_") for argument in rest}
+    base = default_config(module, model, known.config, own=own)
     check_options(type(base), rest)
     prog = f"hfjax train {algorithm_name(module)}"
     return tyro.cli(

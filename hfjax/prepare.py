@@ -132,7 +132,7 @@ def _builders(
     for role, builder in roles.items():
         kind = role_class(builder)
         if issubclass(kind, TrainedRole):
-            training = _training(getattr(config, role), rows, steps)
+            training = _training(role, getattr(config, role), rows, steps)
             more = {"rollout": rollout} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
         elif issubclass(kind, Reward):
@@ -146,13 +146,13 @@ def _builders(
     return bound
 
 
-def _training(training: Any, rows: int, steps: int) -> Any:
+def _training(role: str, training: Any, rows: int, steps: int) -> Any:
     """The settings with the schedule sized in this run's optimizer updates."""
     minibatch = training.minibatch_sequences or rows
     if rows % minibatch:
         legal = [k for k in range(1, rows + 1) if rows % k == 0]
         raise ValueError(
-            f"minibatch_sequences={minibatch} does not divide the {rows} rows of a step "
+            f"{role}.minibatch_sequences={minibatch} does not divide the {rows} rows of a step "
             f"(data.prompts_per_step x rollout.n); use one of {legal}"
         )
     if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
@@ -173,9 +173,18 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
 
 def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
     placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
-    if config.placement:
-        return load_placement(config.placement, placed)
     frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
+    if config.placement:
+        placement = load_placement(config.placement, placed)
+        for role, place in placement.roles.items():
+            right, wrong = ("infer", "train") if role in frozen else ("train", "infer")
+            if getattr(place, right) is None:
+                does = "only computes" if role in frozen else "is updated"
+                raise ValueError(
+                    f"placement {config.placement}: [{role}] {wrong}: this role {does}; "
+                    f"write {right} in its place"
+                )
+        return placement
     platform, devices = _devices_found(config.runtime)
     return single_pool(placed, devices, frozen=frozen, platform=platform)
 

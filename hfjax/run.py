@@ -6,7 +6,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -17,9 +17,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from hfjax.algorithm import algorithm_name, config_class
+from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch
-from hfjax.config import from_dict, read_toml
+from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.metrics import (
@@ -48,16 +48,18 @@ STAGES = {  # method -> verl's name of the stage
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
 
-def train(algorithm: ModuleType, /, config: Any = None, **overrides: Any) -> Path:
+def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) -> Path:
     """Runs `algorithm` under `config`, or its defaults with `overrides`; the run's directory.
 
+    `algorithm` is a module, or the name by which `hfjax train` finds it.
     Overrides name top-level settings, with a dict for a section:
     `train(algorithms.grpo, steps=20, rollout={"n": 8})`.
     """
+    if isinstance(algorithm, str):
+        algorithm = load_algorithm(algorithm)
     if config is None:
-        own_data = "train" in overrides.get("data", {})
         model = overrides.get("model", "embedded")
-        config = default_config(algorithm, model, own_data=own_data)
+        config = default_config(algorithm, model, own=flat(overrides))
         config = from_dict(type(config), overrides, where="train()", base=config)
     elif overrides:
         raise ValueError("train() takes a config or overrides, not both")
@@ -67,26 +69,29 @@ def train(algorithm: ModuleType, /, config: Any = None, **overrides: Any) -> Pat
 
 
 def default_config(
-    algorithm: ModuleType, model: str, file: str = "", *, own_data: bool = False
+    algorithm: ModuleType, model: str, file: str = "", *, own: Collection[str] = ()
 ) -> Any:
     """Defaults, for the embedded model those of its recipe, then the TOML file's settings.
 
-    With `own_data` the recipe's files, reward and eval_every are left out: they belong together.
+    `own` names settings that come after them, or from the file. With data of one's own the recipe's
+    files, reward and eval_every are left out, with a score model its reward function.
     """
     cls = config_class(algorithm)
     config = cls()
+    given = read_toml(file) if file else {}
     if model == "embedded":
         name = "recipe.toml" if hasattr(config, "rollout") else "recipe_sft.toml"
         recipe = resolve_model(model) / name
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
-        if own_data:
+        own = {*own, *flat(given)}
+        if "data.train" in own:
             table = {k: v for k, v in table.items() if k not in ("reward", "eval_every")}
             table["data"] = {k: v for k, v in table["data"].items() if k not in ("train", "eval")}
+        elif "reward.model" in own:
+            table.pop("reward", None)
         config = from_dict(cls, table, where=str(recipe), base=config)
-    if file:
-        config = from_dict(cls, read_toml(file), where=file, base=config)
-    return config
+    return from_dict(cls, given, where=file, base=config) if file else config
 
 
 class Run:
@@ -161,15 +166,19 @@ class Run:
                 self.commit(self.done)
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
             raise KeyboardInterrupt
+        self.console.print(f"finished after step {self.done}: {self.out}")
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration of the algorithm; its metrics under verl's names."""
         start_s = time.perf_counter()
         self.models.step = step
         prompts = Batch(self.plan.source.next_batch())
-        batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
-        record = dict(batch.metrics.result()) | dict(metrics.result())
-        columns = batch.resolved()
+        try:
+            batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
+            record = dict(batch.metrics.result()) | dict(metrics.result())
+            columns = batch.resolved()
+        except ValueError as error:  # no refusal of settings: it is past the time for these
+            raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         calls = self.models.drain()
         seconds = _seconds(calls)
         if "timing_s/update_weights" in record:  # part of the call, but a stage of its own

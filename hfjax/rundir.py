@@ -39,6 +39,8 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
     used = (out / "metrics.jsonl").exists() or any(folder.glob("step_*"))
     if used and not config.resume:
         raise ValueError(f"out={out} holds a run; add --resume or choose another directory")
+    if not used and out.is_dir() and any(out.iterdir()) and not (out / "run.json").is_file():
+        raise ValueError(f"out={out} holds files of something else; choose another directory")
     if config.resume and not used:
         raise ValueError(f"out={out} holds no run to resume; leave --resume out")
     if config.resume:
@@ -47,7 +49,10 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
     if not os.access(there, os.W_OK):
         raise ValueError(f"out={out}: {there} cannot be written; choose another directory")
     store = CheckpointStore(folder, keep_last=config.keep_last)
-    return store.latest() or 0, store
+    done = store.latest() or 0
+    if 0 < config.steps < done:
+        raise ValueError(f"steps={config.steps}: {out} is at step {done}; set steps above that")
+    return done, store
 
 
 def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:
@@ -88,11 +93,14 @@ def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
     """Refuses to continue another run: only FREE_ON_RESUME may differ from its settings."""
     saved = json.loads((out / "run.json").read_text())
     pairs: dict[str, tuple[Any, Any]] = {name: (saved[name], about[name]) for name in about}
+    if saved["algorithm"] != about["algorithm"]:
+        was, now = pairs["algorithm"]
+        raise ValueError(f"out={out} holds a run of {was}, not of {now}; choose another directory")
     before = flat(read_toml(out / "settings.toml"))
-    now = flat(tomllib.loads(to_toml(config)))
-    for name in sorted(before.keys() | now.keys()):
+    after = flat(tomllib.loads(to_toml(config)))
+    for name in sorted(before.keys() | after.keys()):
         if name not in FREE_ON_RESUME:
-            pairs[name] = (before.get(name), now.get(name))
+            pairs[name] = (before.get(name), after.get(name))
     differ = [f"{name} was {a!r}, is {b!r}" for name, (a, b) in pairs.items() if a != b]
     if differ:
         raise ValueError(

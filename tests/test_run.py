@@ -482,6 +482,18 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
     assert dataclasses.asdict(saved) == dataclasses.asdict(config)
     with pytest.raises(ValueError, match="holds a run; add --resume or choose another directory"):
         Run(sft, config)
+    train(sft, dataclasses.replace(config, steps=2, resume=True))
+    with pytest.raises(ValueError, match=r"steps=1: .* is at step 2; set steps above that"):
+        Run(sft, dataclasses.replace(config, resume=True))
+
+
+def test_an_error_in_an_algorithms_step_is_no_refusal_of_settings(tmp_path: Path) -> None:
+    """It names the step, and the traceback of its cause is shown."""
+    wrong = types.ModuleType("wrong")
+    vars(wrong).update(vars(sft), step=lambda models, prompts, cfg: (prompts, {}, {}))
+    with pytest.raises(RuntimeError, match=r"\.step failed in step 1") as caught:
+        train(wrong, tuning(tmp_path, steps=1))
+    assert "too many values to unpack" in str(caught.value.__cause__)
 
 
 def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_resumed(

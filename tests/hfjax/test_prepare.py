@@ -21,7 +21,7 @@ from hfjax.config import from_dict, to_toml
 from hfjax.controller.worker import RoleError
 from hfjax.prepare import prepare
 from hfjax.roles import Actor
-from hfjax.run import Run
+from hfjax.run import Run, default_config
 from meshes.placement import Placement
 from tests.fixtures import path_table, write_lut, write_tiny_hf
 from tests.test_run import EOS, prompts_file, tuning
@@ -214,6 +214,57 @@ def test_a_reward_model_with_another_tokenizer_is_refused_by_the_first_token(
     message = r"judge' has another tokenizer .*: id 7 is 't8' there and 't7' here"
     with pytest.raises(ValueError, match=message):
         prepare(grpo, config, NOW)
+
+
+def test_a_score_model_takes_the_place_of_the_embedded_recipes_reward(tmp_path: Path) -> None:
+    """By the command line, a TOML file and Python alike."""
+    file = tmp_path / "given.toml"
+    file.write_text('[reward]\nmodel = "judge"')
+    configs = (
+        cli.parse(ppo, ["--reward.model", "judge"]),
+        cli.parse(ppo, ["--config", str(file)]),
+        default_config(ppo, "embedded", own=["reward.model"]),
+    )
+    for config in configs:
+        assert config.reward.function == ""
+        assert config.data.train == "sums"  # the rest of the recipe stays
+    assert [config.reward.model for config in configs] == ["judge", "judge", ""]
+
+
+@pytest.mark.parametrize(("role", "wrong"), [("reference", "train"), ("actor", "infer")])
+def test_a_placement_knows_which_roles_are_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, wrong: str
+) -> None:
+    right = {"train": "infer", "infer": "train"}[wrong]
+    text = '[pool.a]\ndevices = 1\n[actor]\npool = "a"\ntrain = { data = 1 }\n'
+    text += '[reference]\npool = "a"\ninfer = { data = 1 }\n'
+    head, section, tail = text.partition(f"[{role}]")
+    file = tmp_path / "placement.toml"
+    file.write_text(head + section + tail.replace(f"{right} =", f"{wrong} =", 1))
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    message = refused(asked(tmp_path, model, placement=str(file)), monkeypatch)
+    assert f"[{role}] {wrong}: " in message
+    assert f"write {right} in its place" in message
+
+
+def test_a_directory_with_other_files_is_no_place_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    config = dataclasses.replace(asked(tmp_path, model), out=str(model))
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: pytest.fail("processes were started"))
+    with pytest.raises(ValueError, match="holds files of something else"):
+        Run(grpo, config)
+
+
+def test_settings_without_defaults_are_refused_by_name() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Settings:
+        scale: float
+
+    module: Any = types.SimpleNamespace(__name__="mine", Settings=Settings, roles=grpo.roles)
+    with pytest.raises(ValueError, match=r"mine: .*defaults alone: .*'scale'"):
+        config_class(module)
 
 
 REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
