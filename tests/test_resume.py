@@ -27,20 +27,13 @@ from hfjax.run import train
 from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import is_timing, write_tiny_hf
+from tests.fixtures import is_timing, placed, write_tiny_hf
 from tests.test_run import tuning
 
 STEPS = 8
 SAVE_EVERY = 3
 DEADLINE_S = 300
 ROLES = ("actor", "critic", "reference")
-
-
-def placed(path: Path, shape: MeshShape, processes: int = 1) -> str:
-    """A placement file with PPO's roles on one mesh."""
-    roles = {role: RolePlacement(role, "all", train=shape) for role in ROLES}
-    path.write_text(Placement({"all": Pool("all", shape.devices, processes)}, roles).to_toml())
-    return str(path)
 
 
 def configured(folder: Path, **settings: Any) -> Any:
@@ -53,7 +46,7 @@ def configured(folder: Path, **settings: Any) -> Any:
         "model": str(folder / "model"),
         "init": "random",
         "runtime": "local",
-        "placement": placed(folder / "one.toml", MeshShape()),
+        "placement": placed(folder / "one.toml", MeshShape(), *ROLES),
         "out": str(folder / "run"),
         "steps": STEPS,
         "save_every": SAVE_EVERY,
@@ -225,7 +218,7 @@ def test_a_run_resumed_on_another_placement_equals_it_to_rounding(
     """Sharded Adam moments and master weights come from the checkpoint of one device."""
     config = configured(tmp_path, steps=SAVE_EVERY)
     train(ppo, config)
-    elsewhere = placed(tmp_path / "eight.toml", MeshShape(data=2, fsdp=2, tensor=2))
+    elsewhere = placed(tmp_path / "eight.toml", MeshShape(data=2, fsdp=2, tensor=2), *ROLES)
     again = dataclasses.replace(config, steps=STEPS, placement=elsewhere, resume=True)
     found, expected = untimed(train(ppo, again)), untimed(whole)
     assert [record[STEP] for record in found] == list(range(1, STEPS + 1))
@@ -303,7 +296,7 @@ def test_a_ray_run_killed_in_step_7_and_resumed_equals_one_never_stopped(tmp_pat
 
     def run(folder: Path) -> Any:
         folder.mkdir()
-        placement = placed(folder / "two.toml", shape, processes=2)
+        placement = placed(folder / "two.toml", shape, *ROLES, processes=2)
         return configured(folder, runtime="ray", placement=placement)
 
     config = run(tmp_path / "killed")

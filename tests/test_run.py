@@ -26,8 +26,7 @@ from hfjax.models.llama import hidden_states, lm_logits
 from hfjax.run import Run, train
 from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
-from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import path_table, write_lut, write_tiny_hf, write_tokenizer
+from tests.fixtures import path_table, placed, write_lut, write_tiny_hf, write_tokenizer
 
 EOS = 2
 TOKENS_BT = np.array([[3, 4, 5, 6, 7], [8, 95, 0, 1, 2]], np.int32)
@@ -36,13 +35,6 @@ TOKENS_BT = np.array([[3, 4, 5, 6, 7], [8, 95, 0, 1, 2]], np.int32)
 def word_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
     """1 for a response with any word in it, 0 for the bare end token."""
     return [float(bool(response)) for response in responses]
-
-
-def placed(path: Path, shape: MeshShape, *roles: str) -> str:
-    """A placement file with every role on one mesh."""
-    table = {role: RolePlacement(role, "all", train=shape) for role in roles}
-    path.write_text(Placement({"all": Pool("all", shape.devices)}, table).to_toml())
-    return str(path)
 
 
 def prompts_file(path: Path, prompts: list[Any]) -> str:
@@ -509,7 +501,7 @@ def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_re
     def prompts(out: str, resume: bool) -> list[int]:
         message = {"role": "user", "content": "t3"}
         config = configured(grpo, tmp_path, model, [[message]], out=out, resume=resume)
-        return Run(grpo, config).source.items[0].ids
+        return Run(grpo, config).plan.source.items[0].ids
 
     out, other = str(tmp_path / "run"), str(tmp_path / "other")
     first = prompts(out, resume=False)
