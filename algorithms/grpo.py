@@ -22,13 +22,13 @@ class Settings:
     normalize: Literal["std", "none"] = "std"  # divide by the group's deviation, or not
     clip_low: float = 0.2  # the ratio stays above 1 - clip_low
     clip_high: float = 0.2  # and below 1 + clip_high
-    dual_clip: float | None = 3.0  # bounds the loss of negative advantages
+    dual_clip: float = 3.0  # bounds the loss of negative advantages; 0: it does not
     entropy_coef: float = 0.0  # weight of the entropy bonus
     aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     kl: KLConfig = KLConfig(where="loss", estimator="k3", coef=0.001)  # from the reference
 
     def __post_init__(self) -> None:
-        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
+        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip or None)
         if not abs(self.entropy_coef) < float("inf"):
             raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
         if self.kl.where == "reward":

@@ -24,14 +24,14 @@ class Settings:
     lam: float = 1.0  # lambda of generalised advantage estimation
     clip_low: float = 0.2  # the ratio stays above 1 - clip_low
     clip_high: float = 0.2  # and below 1 + clip_high
-    dual_clip: float | None = 3.0  # bounds the loss of negative advantages
+    dual_clip: float = 3.0  # bounds the loss of negative advantages; 0: it does not
     value_clip: float = 0.5  # how far a value may move from the one before the update
     entropy_coef: float = 0.0  # weight of the entropy bonus
     aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
 
     def __post_init__(self) -> None:
-        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip)
+        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip or None)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"algorithm.{name}={getattr(self, name)}: must lie in [0, 1]")
@@ -114,7 +114,7 @@ def actor_loss(
         mask_BT,
         eps_low=cfg.clip_low,
         eps_high=cfg.clip_high,
-        dual_clip=cfg.dual_clip,
+        dual_clip=cfg.dual_clip or None,
     )
     aggregate = partial(rl.aggregate, mask_BT=mask_BT, denominators=total, mode=cfg.aggregation)
     loss = aggregate(loss_BT)

@@ -28,6 +28,7 @@ from meshes.placement import Placement, Pool, RolePlacement
 TIE = 1e-4  # nats between the two best tokens, noise included, below which rounding may choose
 BOUND = 1e-5  # of losses, of gradient norms (relative) and of rollout_probs_diff_max
 SEED, STEP = 0, 1
+DEADLINE_S = 1800  # of one placement
 LOSSES = ("actor/pg_loss", "critic/vf_loss")
 NORMS = ("actor/grad_norm", "critic/grad_norm")
 GAP = "training/rollout_probs_diff_max"
@@ -75,7 +76,7 @@ def one_pool(shape: MeshShape, *, processes: int = 1, generate_tensor: int = 0) 
         "critic": RolePlacement("critic", "all", train=shape),
         "reference": RolePlacement("reference", "all", infer=shape),
     }
-    return Placement({"all": Pool("all", shape.devices, processes)}, roles)
+    return Placement({"all": Pool("all", shape.devices, processes)}, roles, "cpu")
 
 
 def two_pools(*, processes: int = 1) -> Placement:
@@ -88,7 +89,7 @@ def two_pools(*, processes: int = 1) -> Placement:
         "critic": RolePlacement("critic", "value", train=MeshShape(fsdp=4)),
         "reference": RolePlacement("reference", "policy", infer=shape),
     }
-    return Placement(pools, roles)
+    return Placement(pools, roles, "cpu")
 
 
 DATA_8, DATA_2_TENSOR_4 = MeshShape(data=8), MeshShape(data=2, tensor=4)
@@ -144,7 +145,7 @@ def first_step(case: Case, folder: str | Path, *, model: str, init: str = "pretr
     with Run(ppo, config) as run:
         run.models.step = STEP
         start_s = time.perf_counter()
-        batch, metrics = ppo.step(run.models, Batch(run.source.next_batch()), config.algorithm)
+        batch, metrics = ppo.step(run.models, Batch(run.plan.source.next_batch()), config.algorithm)
         record = dict(batch.metrics.result()) | dict(metrics.result())
         columns = batch.resolved()
         seconds = time.perf_counter() - start_s
@@ -200,6 +201,7 @@ def run_case(name: str, folder: Path, model: str, init: str) -> Step:
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
+        timeout=DEADLINE_S,
     )
     if done.returncode:
         raise RuntimeError(f"{name}: exit status {done.returncode}\n{done.stderr[-4000:]}")

@@ -8,11 +8,14 @@ A module has Settings, roles(cfg) and step(m, prompts, cfg). It may have DATA, t
 import dataclasses
 import importlib
 import importlib.util
+import re
 import sys
+import typing
 from pathlib import Path
 from types import ModuleType
 
-from hfjax.config import SECTIONS, RunConfig
+from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
+from hfjax.roles import TrainedRole, role_class
 
 PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
 
@@ -47,26 +50,37 @@ def algorithm_name(module: ModuleType) -> str:
 def config_class(algorithm: ModuleType) -> type:
     """RunConfig plus the sections that the algorithm's roles use, plus its own Settings."""
     settings = algorithm.Settings
-    roles = algorithm.roles(settings())
-    used = ["data", *(name for name in ("actor", "critic", "reward") if name in roles)]
-    used += ["rollout"] if "reward" in roles else []
-    fields = [(n, SECTIONS[n], dataclasses.field(default=SECTIONS[n]())) for n in used]
+    try:
+        roles = algorithm.roles(settings())
+    except TypeError as error:
+        raise ValueError(
+            f"{algorithm.__name__}: Settings() must work with defaults alone: {error}"
+        ) from error
+    trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
+    kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, TrainingConfig)
+    kinds |= {n: SECTIONS[n] for n in ("reward", "rollout") if "reward" in roles}
+    fields = [(n, kind, dataclasses.field(default=kind())) for n, kind in kinds.items()]
     fields.append(("algorithm", settings, dataclasses.field(default=settings())))
     cls = dataclasses.make_dataclass(
         RunConfig.__name__, fields, bases=(RunConfig,), frozen=True, kw_only=True
     )
     cls.__module__ = RunConfig.__module__  # --help reads the comments in that class's source
+    for name, kind in setting_names(cls).items():
+        if type(None) in typing.get_args(kind):
+            raise ValueError(f"setting {name}: TOML has no None; let a value such as 0 mean off")
     return cls
 
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"algorithm={path}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # random.py must not hide the library's; workers cannot import the name: they get it by value
+    name = "algorithm_" + re.sub(r"\W", "_", path.stem)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -2,7 +2,6 @@
 """The embedded task: sums of two numbers from 0 to 99, its splits, rewards, pupil and model."""
 
 import hashlib
-import itertools
 import json
 import re
 import sys
@@ -25,8 +24,6 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 Row = dict[str, str]
-
-_random_calls = itertools.count()
 
 
 def problems(split: Literal["train", "eval"]) -> list[tuple[int, int]]:
@@ -107,17 +104,19 @@ def last_number_reward(
 
 
 def random_reward(
-    prompts: Sequence[str], responses: Sequence[str], ground_truths: Sequence[str]
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    ground_truths: Sequence[str],
+    places: Sequence[tuple[int, int]],
 ) -> list[float]:
     """0 or 1 by chance, the control: nothing can be learned from it.
 
-    The call counts, so the same response scores differently next time; a rerun is identical.
+    A hash of step, row, prompt and response, so a rerun or a resumed run scores the same with any
+    number of workers, and the same response in another step or row is tossed for again: were it
+    not, a policy could learn the table by heart.
     """
-    call = next(_random_calls)
-    return [
-        float(_hash(f"{call}|{index}|{prompt}|{response}") & 1)
-        for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-    ]
+    rows = zip(places, prompts, responses, strict=True)
+    return [float(_hash(f"{place}|{prompt}|{response}") & 1) for place, prompt, response in rows]
 
 
 def make_tokenizer() -> Tokenizer:

@@ -5,15 +5,18 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 import warnings
 from typing import Any
 
 COMMANDS = {
-    "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]",
+    "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
+    "ALGORITHM is ppo, grpo, sft, a module or a .py file; train ppo --help lists its settings",
     "export": "export RUN DIR    the actor of a run's newest checkpoint, in Hugging Face format",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
 FORM = "write --SECTION.KEY VALUE, and --KEY or --no-KEY for a switch"
+HELP = ("-h", "--help")
 USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
     f"  hfjax {line}" for line in COMMANDS.values()
 )
@@ -22,7 +25,7 @@ USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; 0, 2 for settings that cannot work, 1 for failures, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in HELP:
         print(USAGE)
         return 0
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -32,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"hfjax: unknown command {command!r}; use one of {', '.join(COMMANDS)}")
         return 2
+    if rest and rest[0] in HELP:
+        print(f"hfjax {COMMANDS[command]}")
+        return 0
     from hfjax.controller.worker import RoleError
 
     try:
@@ -44,8 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     except RoleError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
+        if not error.refusal and error.__cause__:  # of a role in this process
+            traceback.print_exception(error.__cause__)
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
-        return 2 if isinstance(error.__cause__, ValueError) else 1
+        return 2 if error.refusal else 1
     except KeyboardInterrupt:
         print(f"hfjax {command}: interrupted", file=sys.stderr)
         return 130
@@ -78,9 +86,8 @@ def parse(module: Any, arguments: list[str]) -> Any:
     file = read_toml(known.config) if known.config else {}
     model = known.model or file.get("model", "embedded")
     rest = [alias(argument) for argument in _without(arguments, "--config")]
-    own_data = any(argument.split("=")[0] == "--data.train" for argument in rest)
-    own_data = own_data or "train" in file.get("data", {})
-    base = default_config(module, model, known.config, own_data=own_data)
+    own = {argument[2:].split("=")[0].replace("-", "_") for argument in rest}
+    base = default_config(module, model, known.config, own=own)
     check_options(type(base), rest)
     prog = f"hfjax train {algorithm_name(module)}"
     return tyro.cli(
@@ -106,7 +113,7 @@ def check_options(cls: type, arguments: list[str]) -> None:
     option = ""  # the one before, while it may take a value
     for argument in arguments:
         if not argument.startswith("--"):
-            if not option:
+            if not option and argument not in HELP:
                 raise ValueError(f"command line: {argument!r} follows no option; {FORM}")
             option = ""
             continue

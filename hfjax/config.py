@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import math
 import tomllib
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +39,12 @@ class RolloutConfig:
         _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or a count")
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]")
+        legal = not (self.ignore_eos and self.min_new_tokens)
+        rule = "0 with rollout.ignore_eos, which lets no response stop"
+        _require(legal, "rollout.min_new_tokens", self.min_new_tokens, rule)
+        legal = self.temperature > 0 or self.n == 1
+        rule = "above 0 with n > 1: greedy rows of one prompt are equal"
+        _require(legal, "rollout.temperature", self.temperature, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +85,11 @@ class RewardConfig:
         both = bool(self.function) and bool(self.model)
         given = f"{self.function} and {self.model}"
         _require(not both, "reward.function and reward.model", given, "one of the two")
+        for field in dataclasses.fields(self) if self.model else ():
+            value = getattr(self, field.name)
+            legal = field.name == "model" or value == field.default
+            rule = f"left at {field.default!r} with reward.model: it is for functions"
+            _require(legal, f"reward.{field.name}", value, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,9 @@ class KLConfig:
     coef: float = 0.001  # its weight
 
     def __post_init__(self) -> None:
+        legal = (self.where, self.estimator) != ("loss", "k1")
+        rule = "k2 or k3 with kl.where=loss, where k1's gradient is 0 on average"
+        _require(legal, "kl.estimator", self.estimator, rule)
         _require(0 <= self.coef < math.inf, "kl.coef", self.coef, "0 or more, and finite")
 
 
@@ -117,6 +130,7 @@ class RunConfig:
         _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")
         for name in ("steps", "save_every", "eval_every", "seed"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.deadline_s > 0, "deadline_s", self.deadline_s, "seconds above 0")
@@ -236,13 +250,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def to_toml(config: Any) -> str:
     """The settings as TOML; reading it back gives the same settings."""
-    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items() if v is not None}
-    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value
+    return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -252,9 +260,6 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         if value not in args:
             raise ValueError(f"{where}={value!r}; use one of {', '.join(map(str, args))}")
         return value
-    if origin in (typing.Union, types.UnionType):
-        inner = [a for a in args if a is not type(None)]
-        return None if value is None else _typed(inner[0], value, where)
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where}={value!r}; use a list")

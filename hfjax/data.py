@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,7 @@ class HeldOut:
     items: Sequence[Any]
     collate: Callable[[Sequence[Any], int], Columns]
 
-    def batches(self, batch: int, n: int = 1) -> Iterator[tuple[Columns, int]]:
+    def batches(self, batch: int) -> Iterator[tuple[Columns, int]]:
         """Full batches, so that shapes repeat, and how many of their rows count.
 
         The last batch is filled up with its own last item; those rows stand at the end.
@@ -109,17 +110,24 @@ class HeldOut:
         for start in range(0, len(self.items), batch):
             items = list(self.items[start : start + batch])
             filled = items + items[-1:] * (batch - len(items))
-            yield self.collate(filled, n), n * len(items)
+            yield self.collate(filled, 1), len(items)
 
 
 def make_sources(
-    config: DataConfig, model: str, *, kind: Kind = PROMPTS, n: int = 1, seed: int = 0
+    config: DataConfig,
+    model: str,
+    *,
+    kind: Kind = PROMPTS,
+    n: int = 1,
+    seed: int = 0,
+    now: datetime | None = None,
 ) -> tuple[Source, HeldOut | None]:
     """Training batches and the evaluation set (None without data.eval), by the model's tokenizer.
 
-    Everything that can be wrong with the data is found here, before any worker starts.
+    Everything that can be wrong with the data is found here, before any worker starts. Chat
+    templates that ask for the time are told `now`.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, now)
     items = load_items(config.train, "train", tokenizer, config, kind)
     source = Source(
         items,

@@ -152,7 +152,10 @@ def _answer(row: Row, config: DataConfig) -> Any:
         return ""
     answer = row.get(config.answer_key)
     if answer is None:
-        answer = (row.get("reward_model") or {}).get("ground_truth")
+        nested = row.get("reward_model") or {}
+        if not isinstance(nested, dict):
+            raise ValueError(f"reward_model is of type {type(nested).__name__}, not a table")
+        answer = nested.get("ground_truth")
     if answer is None:
         raise ValueError(f"{config.answer_key} is missing")
     return answer

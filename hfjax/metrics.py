@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 STEP = "training/global_step"
-TIMING_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
 RESPONSE_STAGES = ("gen",)
 SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
@@ -43,7 +42,7 @@ SAMPLE_COLUMNS = (
     "score",
     "truncated",
 )
-SAMPLE_ROWS = 16  # a step's first rows: enough to read, and a long run's file stays small
+SAMPLE_ROWS = 16  # of a step: enough to read, and a long run's file stays small
 
 Scalar = Any  # a 0-d jax.Array or np.ndarray, or a Python number
 
@@ -251,9 +250,9 @@ def timing_metrics(
     return out
 
 
-def is_timing(name: str) -> bool:
-    """Whether a metric may differ between two equal runs: it measures the machine."""
-    return name.startswith(TIMING_PREFIXES)
+def sample_rows(rows: int) -> range:
+    """The rows that are shown of a step's: evenly spaced, so that they are of many prompts."""
+    return range(0, rows, max(1, rows // SAMPLE_ROWS))[:SAMPLE_ROWS]
 
 
 def cut_to_step(path: str | Path, step: float) -> int:
@@ -359,9 +358,12 @@ class MetricLog:
         self.console.print(console_block(metrics, step, self.steps))
 
     def samples(self, step: int, columns: Mapping[str, Any]) -> None:
-        """Append a step's first prompts, responses and scores to samples.jsonl, an object a row."""
+        """Append some of a step's prompts, responses and scores to samples.jsonl, an object a row.
+
+        The columns hold the rows to write, those of `sample_rows`.
+        """
         names = [name for name in SAMPLE_COLUMNS if name in columns]
-        rows = zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True)
+        rows = zip(*(columns[name] for name in names), strict=True)
         records = [{**dict(zip(names, row, strict=True)), STEP: step} for row in rows]
         self._append("samples.jsonl", records)
 
@@ -373,3 +375,5 @@ class MetricLog:
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         with open(self.out / name, "a", encoding="utf-8") as file:
             file.write("".join(map(_json_line, records)))
+            file.flush()
+            os.fsync(file.fileno())  # the checkpoint that follows is on disk, too

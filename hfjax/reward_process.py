@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 RewardFunction = Callable[..., Any]  # (prompts, responses, ground_truths) -> a score a response
-Texts = tuple[list[Any], ...]  # the function's three arguments
+Texts = tuple[list[Any], ...]  # the function's arguments
 LAST_RESORT_S = 5.0  # a worker whose controller vanished ends itself this long after its deadline
 
 
-class Answer(NamedTuple):
+class Scored(NamedTuple):
     """What came of a job: scores; or a failure of some row; or one of the function itself."""
 
     kind: Literal["ready", "scores", "row", "function"]
@@ -31,7 +31,10 @@ class Answer(NamedTuple):
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The function of 'package.module:function' or 'path/file.py:function'."""
+    """The function of 'package.module:function' or 'path/file.py:function', of four lists.
+
+    One that needs the fourth, (step, row) of each response, gets it; others get three.
+    """
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise ValueError(f"reward={spec!r}: use 'package.module:function' or 'file.py:function'")
@@ -40,13 +43,22 @@ def load_reward(spec: str) -> RewardFunction:
     if not callable(function):
         found = ", ".join(sorted(n for n, v in vars(module).items() if inspect.isfunction(v)))
         raise ValueError(f"reward={spec!r}: no function {name!r} there; it has {found or 'none'}")
+    if _accepts(function, 3):
+        return lambda *texts: function(*texts[:3])
+    if _accepts(function, 4):
+        return function
+    raise ValueError(
+        f"reward={spec!r} must accept three lists, (prompts, responses, ground_truths), or these "
+        f"and one of (step, row); it is {name}{inspect.signature(function)}"
+    )
+
+
+def _accepts(function: RewardFunction, lists: int) -> bool:
     try:
-        inspect.signature(function).bind([], [], [])
-    except TypeError as error:
-        raise ValueError(
-            f"reward={spec!r} must accept three lists, (prompts, responses, ground_truths): {error}"
-        ) from error
-    return function
+        inspect.signature(function).bind(*[[]] * lists)
+    except TypeError:
+        return False
+    return True
 
 
 def _load_module(spec: str, name: str) -> ModuleType:
@@ -72,7 +84,7 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     return module
 
 
-def call_reward(function: RewardFunction, texts: Texts) -> Answer:
+def call_reward(function: RewardFunction, texts: Texts) -> Scored:
     """The function's scores, checked: one finite number a response; numpy and bool are numbers."""
     expected = len(texts[1])
     try:
@@ -80,17 +92,17 @@ def call_reward(function: RewardFunction, texts: Texts) -> Answer:
         scores = list(returned) if isinstance(returned, Iterable) else None
     except BaseException as error:  # sys.exit in a reward too is the reward's failure
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return Answer("row", [], "raised:\n" + "".join(lines))
+        return Scored("row", [], "raised:\n" + "".join(lines))
     if scores is None or isinstance(returned, str | bytes):
         kind = type(returned).__name__
-        return Answer("function", [], f"must return a list of {expected} scores, returned a {kind}")
+        return Scored("function", [], f"must return a list of {expected} scores, returned a {kind}")
     if len(scores) != expected:
         counts = f"{expected} expected, {len(scores)} received"
-        return Answer("function", [], f"must return one score a response: {counts}")
+        return Scored("function", [], f"must return one score a response: {counts}")
     for score in scores:
         if not _is_score(score):
-            return Answer("row", [], f"returned {score!r:.80}, not a finite number")
-    return Answer("scores", [float(score) for score in scores])
+            return Scored("row", [], f"returned {score!r:.80}, not a finite number")
+    return Scored("scores", [float(score) for score in scores])
 
 
 def _is_score(value: Any) -> bool:
@@ -111,9 +123,9 @@ def serve(descriptor: int, spec: str) -> None:
         function = load_reward(spec)
     except BaseException as error:
         reason = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        connection.send(Answer("function", [], reason))
+        connection.send(Scored("function", [], reason))
         return
-    connection.send(Answer("ready", []))
+    connection.send(Scored("ready", []))
     while True:
         try:
             allowed_s, texts = connection.recv()

@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -21,10 +23,9 @@ from typing import Any, Literal, NamedTuple, Self
 import numpy as np
 
 from hfjax.config import RewardConfig
-from hfjax.controller.protocol import ONE_TO_ALL, Shard, method
-from hfjax.controller.protocol import Answer as Scored
+from hfjax.controller.protocol import ONE_TO_ALL, Answer, Shard, method
 from hfjax.controller.worker import RoleContext
-from hfjax.reward_process import Answer, Texts
+from hfjax.reward_process import Scored, Texts
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -75,14 +76,16 @@ class _Worker:
         elif self._ready:
             self._send()
 
-    def advance(self, *, readable: bool) -> Answer | None:
+    def advance(self, *, readable: bool) -> Scored | None:
         """The job's answer if there is one: received, or told from the process's death or delay."""
         blame = "row" if self._ready else "function"
         if readable:
             try:
-                answer: Answer = self.connection.recv()
+                answer: Scored = self.connection.recv()
+            except BlockingIOError:  # sent in part only
+                return self._overran(blame)
             except (EOFError, OSError):
-                return Answer(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
+                return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
             self.seconds = time.monotonic() - self._began
             if answer.kind != "ready":
                 return answer
@@ -90,8 +93,7 @@ class _Worker:
             if self._waiting is not None:
                 self._send()
         elif time.monotonic() >= self.due:
-            self.stop()
-            return Answer(blame, [], f"took longer than {self._allowed_s:.3g} s")
+            return self._overran(blame)
         return None
 
     def wait_until_ready(self) -> None:
@@ -120,7 +122,7 @@ class _Worker:
         self.connection, theirs = Pipe()
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
         self._ready = False
-        self._began, self._allowed_s = time.monotonic(), START_S
+        self._allow(START_S)
         with theirs:
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 [sys.executable, "-c", SERVE, path, str(theirs.fileno()), self._spec],
@@ -132,17 +134,34 @@ class _Worker:
 
     def _send(self) -> None:
         assert self._waiting is not None
+        self._allow(self._waiting[0])
         try:
             self.connection.send(self._waiting)
+        except BlockingIOError:  # it does not read; advance() ends it when it is due
+            pass
         except OSError:  # it died while idle, of no row
             self.stop()
             self._start()
             return
-        self._began, self._allowed_s = time.monotonic(), self._waiting[0]
         self._waiting = None
 
+    def _allow(self, seconds: float) -> None:
+        """From now on the process has so long; sending to it and receiving from it end by then.
 
-def _answers(busy: Collection[_Worker]) -> dict[_Worker, Answer]:
+        The socket's own limit is half of it, because a message cut short blocks a second time.
+        """
+        self._began, self._allowed_s = time.monotonic(), seconds
+        limit = struct.pack("ll", *divmod(max(1, int(seconds * 1e6 / 2)), 1_000_000))
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                ours.setsockopt(socket.SOL_SOCKET, way, limit)
+
+    def _overran(self, blame: Literal["row", "function"]) -> Scored:
+        self.stop()
+        return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
+
+
+def _answers(busy: Collection[_Worker]) -> dict[_Worker, Scored]:
     """Waits until at least one of the workers has an answer."""
     while True:
         patience_s = max(0.0, min(worker.due for worker in busy) - time.monotonic())
@@ -163,8 +182,8 @@ class RewardPool:
     A batch is cut into chunks of adjacent rows, so the function must judge each row by itself.
     A chunk that raises, dies or overruns is repeated row by row, each row with a deadline of its
     own; a process that died or overran is replaced. The culprits' rows then fail the call
-    (on_error="fail") or get `default` and are marked (on_error="skip"). A wrong number of
-    scores is no row's fault and always fails.
+    (on_error="fail") or get 0 and are marked (on_error="skip"). A wrong number of scores is no
+    row's fault and always fails.
     """
 
     def __init__(
@@ -174,7 +193,6 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 30.0,
         on_error: Literal["fail", "skip"] = "fail",
-        default: float = 0.0,
     ) -> None:
         if workers < 1:
             raise ValueError(f"reward.workers={workers}: must be at least 1")
@@ -183,7 +201,7 @@ class RewardPool:
         if on_error not in ("fail", "skip"):
             raise ValueError(f"reward.on_error={on_error!r}: use 'fail' or 'skip'")
         self.function, self.deadline_s = function, deadline_s
-        self._skip, self._default = on_error == "skip", default
+        self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
         self._workers = [_Worker(function) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
@@ -195,7 +213,11 @@ class RewardPool:
             raise
 
     def score(
-        self, prompts: Sequence[Any], responses: Sequence[str], ground_truths: Sequence[Any]
+        self,
+        prompts: Sequence[Any],
+        responses: Sequence[str],
+        ground_truths: Sequence[Any],
+        step: int = 0,
     ) -> tuple[np.ndarray, np.ndarray]:
         """float32 scores, and a mask that is True for the rows that failed."""
         texts = (list(prompts), list(responses), list(ground_truths))
@@ -203,7 +225,7 @@ class RewardPool:
             sizes = ", ".join(str(len(column)) for column in texts)
             raise ValueError(f"prompts, responses and ground truths differ in number: {sizes}")
         try:
-            scores, reasons = self._run(texts)
+            scores, reasons = self._run((*texts, [(step, row) for row in range(len(prompts))]))
         except BaseException:  # Ctrl-C too: no process may go on with half a batch
             _stop_all(self._workers)
             raise
@@ -213,7 +235,7 @@ class RewardPool:
             row = min(reasons)
             counts = f"{len(reasons)} of {len(scores)} rows failed"
             log.warning("reward %s: %s; row %d %s", self.function, counts, row, reasons[row])
-        return np.where(failed, np.float32(self._default), scores), failed
+        return scores, failed
 
     def close(self) -> None:
         """Ends the worker processes and whatever they started."""
@@ -294,19 +316,19 @@ class FunctionReward:
         ),
         writes=("score", "response", "response_mask"),
     )
-    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Scored:
+    def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
         """score (B,) and the response texts; rows that failed are masked out."""
         c = shard.columns
         rows = zip(c["input_ids"], c["prompt_length"], c["length"], strict=True)
         response = [self.tokenizer.decode(ids[start:end]) for ids, start, end in rows]
         pool = self.eval_pool if evaluates else self.pool
-        score, failed = pool.score(c["prompt"], response, c["ground_truth"])
+        score, failed = pool.score(c["prompt"], response, c["ground_truth"], shard.step)
         columns = {
             "score": score,
             "response": response,
             "response_mask": c["response_mask"] & ~failed[:, None],
         }
-        return Scored(columns, shard.rows, {"reward/failed": float(failed.sum())})
+        return Answer(columns, shard.rows, {"reward/failed": float(failed.sum())})
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -46,17 +46,16 @@ def masked_mean(x: jax.Array, mask: jax.Array) -> jax.Array:
     return _under(mask, x).sum() / jnp.maximum(count, 1.0)
 
 
-def masked_whiten(x: jax.Array, mask: jax.Array, *, shift_mean: bool = True) -> jax.Array:
+def masked_whiten(x: jax.Array, mask: jax.Array) -> jax.Array:
     """(x - μ) / √(v + 1e-8) over the True entries of the whole, global, batch; 0 elsewhere.
 
-    v has n-1 in the divisor, as verl (OpenRLHF: n). shift_mean=False adds μ back. One True entry
-    has no variance and whitens to 0 (verl raises).
+    v has n-1 in the divisor, as verl (OpenRLHF: n). One True entry has no variance and whitens to
+    0 (verl raises).
     """
     mean = masked_mean(x, mask)
     centred = _under(mask, _under(mask, x) - mean)
     freedom = jnp.maximum(jnp.asarray(mask).sum(dtype=jnp.float32) - 1.0, 1.0)
-    scaled = centred * jax.lax.rsqrt((centred**2).sum() / freedom + WHITEN_EPS)
-    return _under(mask, scaled if shift_mean else scaled + mean)
+    return _under(mask, centred * jax.lax.rsqrt((centred**2).sum() / freedom + WHITEN_EPS))
 
 
 def over_tokens(x_B: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -198,7 +197,7 @@ def check_policy_clip(eps_low: float, eps_high: float, dual_clip: float | None) 
         raise ValueError(f"eps_high={eps_high} must be finite and > 0, for example 0.2")
     if dual_clip is not None and not 1.0 < dual_clip < math.inf:
         raise ValueError(
-            f"dual_clip={dual_clip} must be > 1 (3.0 is usual), or None to leave it out"
+            f"dual_clip={dual_clip} must be > 1 (3.0 is usual), or left out (in settings: 0)"
         )
 
 

@@ -24,7 +24,7 @@ from hfjax.controller.protocol import (
     method,
 )
 from hfjax.controller.worker import RoleContext
-from hfjax.engine import checkpoint
+from hfjax.engine.checkpoint import restore_role, save_role
 from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay
 from hfjax.engine.microbatch import cut_micros
@@ -32,9 +32,9 @@ from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
-from hfjax.engine.train import LossFn, Trainer, TrainState
+from hfjax.engine.train import LossFn, OptimizerConfig, Trainer, TrainState
 from hfjax.metrics import finalize, merge
-from hfjax.models.hf import generation_stop_ids, load_config, load_params, save_hf
+from hfjax.models.hf import generation_stop_ids, load_config, load_params
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import (
@@ -63,9 +63,18 @@ def plan_model(
     config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
     layout = train_layout(shape, kv_heads=config.kv_heads, zero=placement.zero, relay=relay)
     shapes, axes = abstract_params(config, head, jnp.float32)
-    for each in (layout, state_layout(layout, relay)):
+    generate = generate_layout(shape, kv_heads=config.kv_heads, relay=relay)
+    for each in (layout, state_layout(layout, relay), generate):
         check(shape, each, shapes, axes)
     return config, layout, shapes, axes
+
+
+def saved_state(model: str, head: Head, optimizer: OptimizerConfig) -> TrainState:
+    """Shapes of a training state in a checkpoint: any mesh can read it, no vocabulary is padded."""
+    shapes, _ = abstract_params(load_config(model), head, jnp.float32)
+    counter: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    moments = jax.eval_shape(optimizer.transform().init, shapes)
+    return TrainState(params=shapes, opt_state=moments, updates=counter, skipped=counter)
 
 
 class ModelRole:
@@ -84,8 +93,12 @@ class ModelRole:
         seed: int = 0,
         compute_dtype: str = "float32",
         temperature: float = 1.0,
+        loads: bool = True,
     ) -> None:
-        """Loads the weights (draws them when `random`) straight into their shards."""
+        """Loads the weights (draws them when `random`) straight into their shards.
+
+        Not `loads`: the caller sets them.
+        """
         self.model = model
         self.temperature = temperature or 1.0  # greedy rows are scored at temperature 1
         self.compute_dtype = jnp.dtype(compute_dtype)
@@ -108,10 +121,10 @@ class ModelRole:
         )
         placed = self.placed()
         dtype = jnp.dtype(self.dtype_of_weights or compute_dtype)
-        if random:
+        if loads and random:
             key = jax.random.key(seed)
             self.params = init_params(self.config, self.head, key, placed, dtype)
-        else:
+        elif loads:
             self.params = load_params(model, self.config, self.head, placed, dtype)
 
     def placed(self) -> Any:
@@ -140,10 +153,15 @@ class TrainedRole(ModelRole):
         columns: tuple[str, ...],
         training: TrainingConfig,
         loss_entropy: bool = False,
+        checkpoint: str = "",
         **model: Any,
     ) -> None:
-        """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole."""
-        super().__init__(context, compute_dtype=training.compute_dtype, **model)
+        """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole.
+
+        The training state is a new one, or that saved under `checkpoint`, on whatever mesh.
+        """
+        dtype = training.compute_dtype
+        super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
         self.training = training
         self.columns = ("input_ids", "length", "response_mask", *columns)
         self.trainer = Trainer(
@@ -158,7 +176,12 @@ class TrainedRole(ModelRole):
             with_entropy=loss_entropy,
             zero=self.placement.zero,
         )
-        self.set_state(self.trainer.init_state(self.params))
+        self.saved = saved_state(self.model, self.head, training.optimizer)
+        if checkpoint:
+            abstract = self.trainer.abstract_state()
+            self.set_state(restore_role(checkpoint, abstract, self.saved))
+        else:
+            self.set_state(self.trainer.init_state(self.params))
 
     def placed(self) -> Any:
         """The shardings of the float32 master weights."""
@@ -203,20 +226,7 @@ class TrainedRole(ModelRole):
     def save(self, *, path: str) -> None:
         """Writes the training state under `path`."""
         self.settle()
-        checkpoint.save_role(path, self.train_state)
-
-    @method(ONE_TO_ALL)
-    def load(self, *, path: str) -> None:
-        """Takes the training state saved under `path`, on whatever mesh it was saved."""
-        self.set_state(checkpoint.restore_role(path, self.trainer.abstract_state()))
-
-    @method(ONE_TO_ALL)
-    def export(self, *, directory: str) -> None:
-        """Writes the weights as a Hugging Face directory."""
-        self.settle()
-        save_hf(self.train_state.params, self.config, self.head, self.model, directory)
-        if self.model.endswith(".gguf") and jax.process_index() == 0:
-            load_tokenizer(self.model).save(directory)
+        save_role(path, self.train_state, self.saved)
 
 
 class Actor(TrainedRole):
@@ -249,8 +259,7 @@ class Actor(TrainedRole):
             by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
         )
         self.decoder = Decoder(self.config, self.mesh, layout)
-        ids = (*generation_stop_ids(self.model), *load_tokenizer(self.model).stop_ids)
-        self.stop_ids = tuple(dict.fromkeys(ids))
+        self.stop_ids = stop_ids(self.model)
 
     def set_state(self, state: TrainState) -> None:
         """Takes a new training state; weights laid out for generation are stale then."""
@@ -410,14 +419,24 @@ class Reward(ModelRole):
         return Answer({"score": score}, shard.rows)
 
 
+def stop_ids(model: str) -> tuple[int, ...]:
+    """Ids that end a response: those of the model's files and the tokenizer's end token."""
+    ids = (*generation_stop_ids(model), *load_tokenizer(model).stop_ids)
+    return tuple(dict.fromkeys(ids))
+
+
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:
     """x where the batch has response tokens, 0 elsewhere."""
     return np.where(shard.columns["response_mask"], x_BT, np.float32(0))
 
 
 def role_class(builder: partial[Any]) -> type:
-    """The class behind a builder, which is a partial of it."""
-    assert isinstance(builder.func, type), f"{builder.func} is not a role class"
+    """The class behind a builder; ValueError where that is no partial of one."""
+    if not isinstance(builder, partial) or not isinstance(builder.func, type):
+        raise ValueError(
+            f"roles() of the algorithm has {builder!r}: each role must be a functools.partial of "
+            "its class, as partial(Reward)"
+        )
     return builder.func
 
 

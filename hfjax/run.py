@@ -3,13 +3,10 @@
 
 import dataclasses
 import itertools
-import logging
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
@@ -20,33 +17,26 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from hfjax.algorithm import algorithm_name, config_class
+from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch
-from hfjax.config import from_dict, read_toml
+from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
-from hfjax.data import extent, make_sources
-from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
-from hfjax.items import PROMPTS
 from hfjax.metrics import (
-    SAMPLE_ROWS,
     Mean,
     Metric,
     MetricLog,
     batch_metrics,
     finalize,
     merge,
+    sample_rows,
     taken_seconds,
     timing_metrics,
 )
-from hfjax.models.hf import load_config, resolve_model
-from hfjax.rewards import FunctionReward
-from hfjax.roles import WIDTH_BUCKET, Reward, TrainedRole, check_model, role_class
-from hfjax.rundir import open_directory
+from hfjax.models.hf import resolve_model
+from hfjax.prepare import prepare
+from hfjax.rundir import began, check_state, find_run, open_directory
 from hfjax.tokenizer import load_tokenizer
-from meshes.placement import Placement, load_placement, single_pool
-
-log = logging.getLogger(__name__)
 
 STAGES = {  # method -> verl's name of the stage
     "generate_sequences": "gen",
@@ -55,21 +45,21 @@ STAGES = {  # method -> verl's name of the stage
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
 }
-LOOK_TIMEOUT_S = 120
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
-EVAL_ROWS = 512  # rows of one evaluation batch
 
 
-def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
+def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) -> Path:
     """Runs `algorithm` under `config`, or its defaults with `overrides`; the run's directory.
 
+    `algorithm` is a module, or the name by which `hfjax train` finds it.
     Overrides name top-level settings, with a dict for a section:
     `train(algorithms.grpo, steps=20, rollout={"n": 8})`.
     """
+    if isinstance(algorithm, str):
+        algorithm = load_algorithm(algorithm)
     if config is None:
-        own_data = "train" in overrides.get("data", {})
         model = overrides.get("model", "embedded")
-        config = default_config(algorithm, model, own_data=own_data)
+        config = default_config(algorithm, model, own=flat(overrides))
         config = from_dict(type(config), overrides, where="train()", base=config)
     elif overrides:
         raise ValueError("train() takes a config or overrides, not both")
@@ -79,26 +69,29 @@ def train(algorithm: ModuleType, config: Any = None, **overrides: Any) -> Path:
 
 
 def default_config(
-    algorithm: ModuleType, model: str, file: str = "", *, own_data: bool = False
+    algorithm: ModuleType, model: str, file: str = "", *, own: Collection[str] = ()
 ) -> Any:
     """Defaults, for the embedded model those of its recipe, then the TOML file's settings.
 
-    With `own_data` the recipe's files and reward are left out: they belong to each other.
+    `own` names settings that come after them, or from the file. With data of one's own the recipe's
+    files, reward and eval_every are left out, with a score model its reward function.
     """
     cls = config_class(algorithm)
     config = cls()
+    given = read_toml(file) if file else {}
     if model == "embedded":
         name = "recipe.toml" if hasattr(config, "rollout") else "recipe_sft.toml"
         recipe = resolve_model(model) / name
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
-        if own_data:
-            table.pop("reward", None)
+        own = {*own, *flat(given)}
+        if "data.train" in own:
+            table = {k: v for k, v in table.items() if k not in ("reward", "eval_every")}
             table["data"] = {k: v for k, v in table["data"].items() if k not in ("train", "eval")}
+        elif "reward.model" in own:
+            table.pop("reward", None)
         config = from_dict(cls, table, where=str(recipe), base=config)
-    if file:
-        config = from_dict(cls, read_toml(file), where=file, base=config)
-    return config
+    return from_dict(cls, given, where=file, base=config) if file else config
 
 
 class Run:
@@ -107,55 +100,38 @@ class Run:
     def __init__(self, algorithm: ModuleType, config: Any) -> None:
         """Everything that can be wrong is looked for before a process starts."""
         self.algorithm, self.config = algorithm, config
-        getattr(algorithm, "check", lambda config: None)(config)
-        self.roles: dict[str, Callable[..., Any]] = algorithm.roles(config.algorithm)
-        self.rollout = getattr(config, "rollout", None)
-        n = self.rollout.n if self.rollout else 1
-        self.model = str(resolve_model(config.model).resolve())
-        kind = getattr(algorithm, "DATA", PROMPTS)
-        data = config.data
-        if self.rollout and config.reward.model:
-            data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
-        self.source, self.held_out = make_sources(
-            data, self.model, kind=kind, n=n, seed=config.seed
-        )
-        self.tokenizer = load_tokenizer(self.model)
-        self.steps = config.steps or config.epochs * self.source.steps_per_epoch
-        self.rows = config.data.prompts_per_step * n
-        builders = self._builders()
-        self.placement = self._placement(builders)
-        tokens, highest_id = self._extent()
-        for role, builder in builders.items():
-            if role in self.placement.roles:
-                self._check_micro(role, tokens)
-                check_model(builder, self.placement.roles[role], tokens, highest_id)
+        now = began(Path(config.out), resume=config.resume)
+        self.plan = plan = prepare(algorithm, config, now)
+        self.tokenizer = load_tokenizer(plan.model)
         name = algorithm_name(algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
-        about = {"algorithm": name, "model": self.model}
-        self.done, self.store = open_directory(self.out, config, self.placement, about)
+        about = {"algorithm": name, "model": plan.model, "began": now.isoformat()}
+        self.done, self.store = find_run(self.out, config, about)
+        if self.done:
+            check_state(plan, self.store, self.done)
         self.console = Console(soft_wrap=True, highlight=False)
         self.refused = 0
-        self.console.print(f"run directory: {self.out}")
-        self.console.print(self.placement.table())
-        self.console.print(self._sizes())
-        self.log = MetricLog(
-            self.out, steps=self.steps, console=self.console, tensorboard=config.tensorboard
-        )
+        self.console.print(plan.placement.table())
+        self.console.print(plan.sizes())
+        self.console.print("starting pools")
         self.models = start(
-            self.placement,
-            builders,
+            plan.placement,
+            self._builders(),
             runtime=config.runtime,
             deadline_s=config.deadline_s,
-            group=n,
+            group=plan.n,
             log_to_driver=False,
         )
-        self.trained = [k for k, b in builders.items() if issubclass(role_class(b), TrainedRole)]
-        if self.done:
-            try:
-                self._restore()
-            except BaseException:
-                self.__exit__()
-                raise
+        try:  # nothing is written before
+            self.store.make_root()
+            open_directory(self.out, self.done, config, plan.placement, about)
+            self.log = MetricLog(
+                self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
+            )
+        except BaseException:
+            self.models.shutdown()
+            raise
+        self.console.print(f"run directory: {self.out}")
 
     def __enter__(self) -> "Run":
         return self
@@ -167,43 +143,58 @@ class Run:
     def train(self) -> None:
         """Steps from the last checkpoint, or from 0, to the end."""
         with self._stoppable() as stop, Progress(console=self.console) as progress:
-            bar = progress.add_task("steps", total=self.steps, completed=self.done)
-            if self.log.last_step < 0 and self.held_out:
+            bar = progress.add_task("steps", total=self.plan.steps, completed=self.done)
+            if self.log.last_step < 0 and self.plan.held_out:
                 self.log.write(0, self.evaluate(0))
-            while self.done < self.steps and not stop.is_set():
+            while self.done < self.plan.steps and not stop.is_set():
                 step = self.done + 1
                 record = self.step(step)
                 self._stop_if_stuck(record)
                 if self._due(self.config.eval_every, step):
                     record |= self.evaluate(step)
-                if self._due(self.config.save_every, step) or stop.is_set():
-                    record |= self.save(step)
-                self.log.write(step, record)
+                saves = self._due(self.config.save_every, step) or stop.is_set()
+                if saves:
+                    record |= self.save_roles(step)
+                self.log.write(step, record)  # before: no checkpoint stands without its record
+                if saves:
+                    self.commit(step)
                 self.done = step
                 progress.update(bar, completed=step)
-        if stop.is_set():
+        if stop.is_set() and self.done < self.plan.steps:
             if self.done and self.store.latest() != self.done:
-                self.save(self.done)
+                self.save_roles(self.done)
+                self.commit(self.done)
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
             raise KeyboardInterrupt
+        self.console.print(f"finished after step {self.done}: {self.out}")
 
     def step(self, step: int) -> dict[str, float]:
         """One iteration of the algorithm; its metrics under verl's names."""
         start_s = time.perf_counter()
         self.models.step = step
-        prompts = Batch(self.source.next_batch())
-        batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
-        record = dict(batch.metrics.result()) | dict(metrics.result())
-        columns = batch.resolved()
+        prompts = Batch(self.plan.source.next_batch())
+        try:
+            batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
+            record = dict(batch.metrics.result()) | dict(metrics.result())
+            columns = batch.resolved()
+        except ValueError as error:  # no refusal of settings: it is past the time for these
+            raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         calls = self.models.drain()
-        seconds = _seconds(calls) | taken_seconds() | {"step": time.perf_counter() - start_s}
+        seconds = _seconds(calls)
+        if "timing_s/update_weights" in record:  # part of the call, but a stage of its own
+            seconds["gen"] -= record["timing_s/update_weights"]
+        seconds |= taken_seconds() | {"step": time.perf_counter() - start_s}
         tokens = int(columns["length"].sum()), int(columns["response_mask"].sum())
-        record |= batch_metrics(columns, max_prompt_length=self.config.data.max_prompt_tokens)
-        record |= timing_metrics(seconds, *tokens, devices=self.placement.devices)
-        record["training/epoch"] = self.source.epoch
+        record |= batch_metrics(
+            columns,
+            max_prompt_length=self.config.data.max_prompt_tokens,
+            replicas=self.plan.placement.roles["actor"].replicas,
+        )
+        record |= timing_metrics(seconds, *tokens, devices=self.plan.placement.devices)
+        record["training/epoch"] = self.plan.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
-        if self.rollout:
-            self.log.samples(step, self._with_responses(columns))
+        if self.plan.rollout:
+            self.log.samples(step, self._samples(Batch(columns)))
         return record
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
@@ -217,22 +208,22 @@ class Run:
                 f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
             )
 
-    def _with_responses(self, columns: dict[str, Any]) -> dict[str, Any]:
-        """The columns with response texts: of the samples' rows, where no reward decoded all."""
+    def _samples(self, batch: Batch) -> dict[str, Any]:
+        """The columns of the rows to show; response texts too where no reward decoded them."""
+        columns = batch.select(sample_rows(len(batch))).resolved()
         if "response" in columns:
             return columns
-        names = ("input_ids", "prompt_length", "length")
-        rows = list(zip(*(columns[name][:SAMPLE_ROWS] for name in names), strict=True))
+        rows = zip(*(columns[n] for n in ("input_ids", "prompt_length", "length")), strict=True)
         return columns | {"response": [self.tokenizer.decode(x[p:end]) for x, p, end in rows]}
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy scores of the held-out prompts, or the loss of held-out examples."""
-        if self.held_out is None:
+        if self.plan.held_out is None:
             return {}
         start_s = time.perf_counter()
         models, group = self.models, self.models.group
         models.step, models.group = step, 1
-        batches = self.held_out.batches(min(EVAL_ROWS, len(self.held_out.items)))
+        batches = self.plan.held_out.batches(self.plan.eval_rows)
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
         models.drain()
@@ -244,7 +235,7 @@ class Run:
 
     def _evaluated(self, batch: Batch, count: int) -> dict[str, Metric]:
         """Means over the first `count` rows, not divided yet."""
-        if self.rollout is None:
+        if self.plan.rollout is None:
             batch |= self.models.actor.compute_log_prob(batch)
             mask = batch["response_mask"][:count]
             nll = -batch["old_log_probs"][:count][mask].astype(np.float64)
@@ -261,108 +252,31 @@ class Run:
             found = merge(found, {name: Mean(float(score), 1.0)} if ok else {})
         return found
 
-    def save(self, step: int) -> dict[str, float]:
-        """A checkpoint of every trained role, the data cursor and the step."""
+    def save_roles(self, step: int) -> dict[str, float]:
+        """Writes every trained role's state; the checkpoint shows when it is committed."""
         start_s = time.perf_counter()
-        folder = self.store.begin(step)
-        for reply in [getattr(self.models, r).save(path=str(folder / r)) for r in self.trained]:
+        folder, models = self.store.begin(step), self.models
+        for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
             reply.result()
-        self.store.commit(step, {"step": step, "data": self.source.state_dict()})
         self.models.drain()
         return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
 
-    def _restore(self) -> None:
-        folder = self.store.path(self.done)
-        for reply in [getattr(self.models, r).load(path=str(folder / r)) for r in self.trained]:
-            reply.result()
-        self.source.load_state_dict(self.store.load_meta(self.done)["data"])
-        self.models.drain()
-        self.console.print(f"resuming {self.out} after step {self.done}")
-
-    def _due(self, every: int, step: int) -> bool:
-        return step == self.steps or (every > 0 and step % every == 0)
-
-    def _check_micro(self, role: str, tokens: int) -> None:
-        """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
-        training = getattr(self.config, role, None)
-        replicas = self.placement.roles[role].replicas
-        if training and training.micro_sequences:
-            rows = training.minibatch_sequences or self.rows
-            check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
-        if training and training.micro_tokens:
-            limit = training.micro_tokens
-            check_micro_tokens(limit, tokens, replicas, WIDTH_BUCKET, f"{role}.")
-
-    def _extent(self) -> tuple[int, int]:
-        """Tokens of the longest row there can be, and the highest id, the actor's own included."""
-        sets = [self.source.items] + ([self.held_out.items] if self.held_out else [])
-        lengths, ids = zip(*map(extent, sets), strict=True)
-        if self.rollout is None:
-            return max(lengths), max(ids)
-        vocab = load_config(self.model).vocab
-        return max(lengths) + self.rollout.max_new_tokens, max(*ids, vocab - 1)
+    def commit(self, step: int) -> None:
+        """Completes the checkpoint by the data cursor and the step."""
+        self.store.commit(step, {"step": step, "data": self.plan.source.state_dict()})
 
     def _builders(self) -> dict[str, partial[Any]]:
-        """The algorithm's roles with the run's settings bound to them."""
-        config = self.config
-        weights = {"model": self.model, "random": config.init == "random", "seed": config.seed}
-        bound: dict[str, partial[Any]] = {}
-        for role, builder in self.roles.items():
-            assert isinstance(builder, partial), f"roles()[{role!r}] must be a functools.partial"
-            if role in ("actor", "critic"):
-                training = self._training(getattr(config, role))
-                more = {"rollout": self.rollout} if role == "actor" else {}
-                bound[role] = partial(builder, **weights, training=training, **more)
-            elif builder.func is Reward:
-                bound[role] = self._reward(builder)
-            else:
-                temperature = self.rollout.temperature if self.rollout else 1.0
-                dtype = config.actor.compute_dtype
-                bound[role] = partial(
-                    builder, **weights, compute_dtype=dtype, temperature=temperature
-                )
-        return bound
+        """The plan's builders; those of trained roles take up the checkpoint's state."""
+        builders = dict(self.plan.builders)
+        if self.done:
+            self.console.print(f"resuming {self.out} after step {self.done}")
+            folder = self.store.path(self.done)
+            for role in self.plan.trained:
+                builders[role] = partial(builders[role], checkpoint=str(folder / role))
+        return builders
 
-    def _training(self, training: Any) -> Any:
-        """The settings with the schedule sized in this run's optimizer updates."""
-        minibatch = training.minibatch_sequences or self.rows
-        if self.rows % minibatch:
-            legal = [k for k in range(1, self.rows + 1) if self.rows % k == 0]
-            raise ValueError(
-                f"minibatch_sequences={minibatch} does not divide the {self.rows} rows of a step "
-                f"(data.prompts_per_step x rollout.n); use one of {legal}"
-            )
-        if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
-            return training
-        updates = self.steps * training.epochs * (self.rows // minibatch)
-        optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
-        return dataclasses.replace(training, optimizer=optimizer)
-
-    def _reward(self, builder: partial[Any]) -> partial[Any]:
-        reward = self.config.reward
-        if reward.model:
-            return partial(builder, model=str(resolve_model(reward.model)))
-        if not reward.function:
-            raise ValueError("reward: set reward.function=module:function or reward.model=DIR")
-        return partial(FunctionReward, model=self.model, reward=reward)
-
-    def _placement(self, builders: Mapping[str, partial[Any]]) -> Placement:
-        placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
-        if self.config.placement:
-            return load_placement(self.config.placement, placed)
-        return single_pool(placed, _devices_found(self.config.runtime))
-
-    def _sizes(self) -> str:
-        """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
-        prompts = self.config.data.prompts_per_step
-        parts = [f"a step: {prompts} prompts x {self.rows // prompts} = {self.rows} rows"]
-        for role in ("actor", "critic"):
-            if t := getattr(self.config, role, None):
-                mini = t.minibatch_sequences or self.rows
-                micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
-                updates = t.epochs * (self.rows // mini)
-                parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
-        return f"{'; '.join(parts)}; {self.steps} steps"
+    def _due(self, every: int, step: int) -> bool:
+        return step == self.plan.steps or (every > 0 and step % every == 0)
 
     @contextmanager
     def _stoppable(self) -> Iterator[threading.Event]:
@@ -392,16 +306,3 @@ def _seconds(calls: list[CallRecord]) -> dict[str, float]:
         stage = STAGES.get(call.method, call.method)
         seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
     return seconds
-
-
-def _devices_found(runtime: str) -> int:
-    """Devices of this host; for runtime ray a child process looks, so that this one holds none."""
-    if runtime == "local":
-        import jax
-
-        return len(jax.devices())
-    look = [sys.executable, "-c", "import jax; print(len(jax.devices()))"]
-    found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
-    if found.returncode:
-        raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
-    return int(found.stdout.split()[-1])

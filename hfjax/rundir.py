@@ -3,17 +3,25 @@
 
 import dataclasses
 import json
+import os
 import tomllib
-from functools import partial
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.sharding import SingleDeviceSharding
+
 from hfjax.algorithm import config_class, load_algorithm
 from hfjax.config import flat, from_dict, read_toml, to_toml
-from hfjax.controller.handle import start
-from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.checkpoint import CheckpointStore, check_role, restore_role
 from hfjax.metrics import cut_to_step
-from meshes.placement import Placement, single_pool
+from hfjax.models.hf import load_config, save_hf
+from hfjax.models.llama import abstract_params
+from hfjax.prepare import Plan
+from hfjax.roles import role_class, saved_state
+from hfjax.tokenizer import load_tokenizer
+from meshes.placement import Placement
 
 FREE_ON_RESUME = (
     *("deadline_s", "eval_every", "keep_last", "out", "placement", "resume", "runtime"),
@@ -21,41 +29,78 @@ FREE_ON_RESUME = (
 )
 
 
-def open_directory(
-    out: Path, config: Any, placement: Placement, about: dict[str, str]
-) -> tuple[int, CheckpointStore]:
-    """The last step on disk (0 for a new run); files of later steps are cut.
+def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, CheckpointStore]:
+    """The last step on disk, 0 for a new run; nothing is written.
 
-    `about` names algorithm and model. A directory in use is refused unless it is resumed, and one
-    of another run always, before anything in it changes.
+    `about` names algorithm and model, and says when the run began. A directory in use is refused
+    unless it is resumed, and one of another run always.
     """
     folder = out / "checkpoints"
     used = (out / "metrics.jsonl").exists() or any(folder.glob("step_*"))
     if used and not config.resume:
         raise ValueError(f"out={out} holds a run; add --resume or choose another directory")
+    if not used and out.is_dir() and any(out.iterdir()) and not (out / "run.json").is_file():
+        raise ValueError(f"out={out} holds files of something else; choose another directory")
     if config.resume and not used:
         raise ValueError(f"out={out} holds no run to resume; leave --resume out")
     if config.resume:
         _check_same_run(out, config, about)
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"out={out}: {there} cannot be written; choose another directory")
     store = CheckpointStore(folder, keep_last=config.keep_last)
     done = store.latest() or 0
+    if 0 < config.steps < done:
+        raise ValueError(f"steps={config.steps}: {out} is at step {done}; set steps above that")
+    return done, store
+
+
+def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:
+    """Refuses the checkpoint of step `done` for other data or models; the data goes on after it."""
+    plan.source.load_state_dict(store.load_meta(done)["data"])
+    for role in plan.trained:
+        builder = plan.builders[role]
+        model, training = builder.keywords["model"], builder.keywords["training"]
+        shapes = saved_state(model, role_class(builder).head, training.optimizer)
+        check_role(store.path(done) / role, shapes)
+
+
+def open_directory(
+    out: Path, done: int, config: Any, placement: Placement, about: dict[str, str]
+) -> None:
+    """Cuts what came after step `done` and writes the run's settings; each file changes whole."""
     for name in ("metrics.jsonl", "samples.jsonl"):
         cut_to_step(out / name, done if done else -1)
-    (out / "settings.toml").write_text(to_toml(dataclasses.replace(config, resume=False)))
-    (out / "placement.toml").write_text(placement.to_toml())
-    (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
-    return done, store
+    texts = {
+        "settings.toml": to_toml(dataclasses.replace(config, resume=False)),
+        "placement.toml": placement.to_toml(),
+        "run.json": json.dumps(about, indent=1) + "\n",
+    }
+    for name, text in texts.items():
+        (out / f"{name}.new").write_text(text)
+        os.replace(out / f"{name}.new", out / name)
+
+
+def began(out: Path, *, resume: bool) -> datetime:
+    """When the run in `out` was first started: prompts carry no later date, also when resumed."""
+    file = out / "run.json"
+    if resume and file.exists():
+        return datetime.fromisoformat(json.loads(file.read_text())["began"])
+    return datetime.now()
 
 
 def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
     """Refuses to continue another run: only FREE_ON_RESUME may differ from its settings."""
     saved = json.loads((out / "run.json").read_text())
     pairs: dict[str, tuple[Any, Any]] = {name: (saved[name], about[name]) for name in about}
+    if saved["algorithm"] != about["algorithm"]:
+        was, now = pairs["algorithm"]
+        raise ValueError(f"out={out} holds a run of {was}, not of {now}; choose another directory")
     before = flat(read_toml(out / "settings.toml"))
-    now = flat(tomllib.loads(to_toml(config)))
-    for name in sorted(before.keys() | now.keys()):
+    after = flat(tomllib.loads(to_toml(config)))
+    for name in sorted(before.keys() | after.keys()):
         if name not in FREE_ON_RESUME:
-            pairs[name] = (before.get(name), now.get(name))
+            pairs[name] = (before.get(name), after.get(name))
     differ = [f"{name} was {a!r}, is {b!r}" for name, (a, b) in pairs.items() if a != b]
     if differ:
         raise ValueError(
@@ -71,23 +116,20 @@ def export_run(run: str | Path, directory: str | Path) -> None:
         raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
     about = json.loads((run / "run.json").read_text())
     algorithm = load_algorithm(about["algorithm"])
-    config = from_dict(
-        config_class(algorithm), read_toml(run / "settings.toml"), where=str(run / "settings.toml")
-    )
+    file = run / "settings.toml"
+    config = from_dict(config_class(algorithm), read_toml(file), where=str(file))
     if Path(directory).exists() and any(Path(directory).iterdir()):
         raise ValueError(f"DIR={directory} is not empty; choose a new directory")
     store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
     step = store.latest()
     if step is None:
         raise ValueError(f"RUN={run} has no whole checkpoint to export")
-    optimizer = dataclasses.replace(config.actor.optimizer, schedule="constant")
-    actor = partial(
-        algorithm.roles(config.algorithm)["actor"],
-        model=about["model"],
-        random=config.init == "random",
-        training=dataclasses.replace(config.actor, optimizer=optimizer),
-    )
-    with start(single_pool(["actor"], 1), {"actor": actor}, runtime="local") as models:
-        models.actor.load(path=str(store.path(step) / "actor")).result()
-        models.actor.export(directory=str(directory)).result()
+    model, head = about["model"], role_class(algorithm.roles(config.algorithm)["actor"]).head
+    shapes, _ = abstract_params(load_config(model), head)
+    here = SingleDeviceSharding(jax.devices("cpu")[0])  # host memory, whatever holds the run
+    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
+    saved = restore_role(store.path(step) / "actor", {"params": wanted}, whole=False)
+    save_hf(saved["params"], load_config(model), head, model, directory)
+    if model.endswith(".gguf"):
+        load_tokenizer(model).save(directory)
     print(f"wrote the actor of step {step} to {directory}")

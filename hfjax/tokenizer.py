@@ -36,13 +36,19 @@ class Tokenizer:
     """Text to ids and back, by one Hugging Face tokenizer and its settings."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, config: Mapping[str, Any], source: str
+        self,
+        backend: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        source: str,
+        now: datetime.datetime | None = None,
     ) -> None:
+        """Chat templates that ask for the time are told `now`, else when this was made."""
         backend.no_truncation()  # a tokenizer.json may carry both, and would cut in silence
         backend.no_padding()
         self._backend = backend
         self._config = dict(config)
         self._source = source
+        self._now = now or datetime.datetime.now()
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
@@ -54,6 +60,12 @@ class Tokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         """The tokenizer's own end token; a model's generation_config.json may name more."""
         return () if self.eos_id is None else (self.eos_id,)
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """Every token by its id, in the order of ids."""
+        table = self._backend.get_vocab(with_added_tokens=True)
+        return dict(sorted((token_id, token) for token, token_id in table.items()))
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of a text; with `add_bos`, one BOS in front if this tokenizer uses one."""
@@ -155,19 +167,31 @@ class Tokenizer:
                 "rendered; add chat_template.jinja to the model folder or give plain strings"
             )
         try:
-            return _environment().from_string(self.chat_template)
+            return _environment(self._now).from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self._source} is broken: {error}") from error
+
+
+def check_vocabulary(actor: Tokenizer, reader: Tokenizer) -> None:
+    """Refuses a model that would read an id of the actor's as another token; it may know more."""
+    theirs = reader.vocabulary
+    for token_id, token in actor.vocabulary.items():
+        if theirs.get(token_id) != token:
+            raise ValueError(
+                f"model={reader._source!r} has another tokenizer than the actor's "
+                f"{actor._source!r}: id {token_id} is {theirs.get(token_id)!r} there and {token!r} "
+                "here; use a model with the actor's tokenizer"
+            )
 
 
 _SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, now: datetime.datetime | None = None) -> Tokenizer:
     """The tokenizer of a Hugging Face folder or of a GGUF file."""
     path = Path(path)
     if path.suffix == ".gguf":
-        return _load_gguf(path)
+        return _load_gguf(path, now)
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ValueError(
@@ -178,10 +202,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     template = path / "chat_template.jinja"
     if template.is_file():
         config["chat_template"] = template.read_text(encoding="utf-8")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), config, str(path))
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), config, str(path), now)
 
 
-def _load_gguf(path: Path) -> Tokenizer:
+def _load_gguf(path: Path, now: datetime.datetime | None) -> Tokenizer:
     """Byte-level BPE with single digits, the "smollm" family; other families are refused.
 
     Without the Digits step numbers come out as other ids than the model was trained on.
@@ -219,17 +243,17 @@ def _load_gguf(path: Path) -> Tokenizer:
     for theirs, ours in names.items():
         token_id = fields.get(f"tokenizer.ggml.{theirs}_token_id")
         config[ours] = None if token_id is None else tokens[token_id]
-    return Tokenizer(backend, config, str(path))
+    return Tokenizer(backend, config, str(path), now)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
     """Jinja as transformers sets it up, so that the same template gives the same text."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["strftime_now"] = now.strftime
     return environment
 
 

@@ -23,6 +23,7 @@ from meshes.layouts import (
 from meshes.mesh import DATA, FSDP, PIPE, PIPE_MICRO, TENSOR, TENSOR_MICRO, MeshShape
 
 PRESETS = Path(__file__).parent / "presets"
+PLATFORMS = ("cpu", "gpu")
 
 POOL_KEYS = ("devices", "processes")
 ROLE_KEYS = ("pool", "train", "infer", "generate", "zero", "relay", "offload")
@@ -174,8 +175,12 @@ class Placement:
 
     pools: Mapping[str, Pool]
     roles: Mapping[str, RolePlacement]
+    platform: str | None = None  # of all devices; None: whatever the runtime finds
 
     def __post_init__(self) -> None:
+        if self.platform not in (None, *PLATFORMS):
+            legal = either(map(repr, PLATFORMS))
+            raise ValueError(f"platform = {_toml(self.platform)} is unknown; use {legal}")
         problems = [line for role in self.roles.values() for line in self._role_problems(role)]
         if not self.roles:
             problems.append("no role is placed; add a section such as [actor]")
@@ -198,10 +203,6 @@ class Placement:
                 return range(start, start + each.devices)
             start += each.devices
         raise ValueError(_unknown("pool", pool, self.pools))
-
-    def roles_of(self, pool: str) -> tuple[str, ...]:
-        """Roles that live on a pool, in file order."""
-        return tuple(name for name, role in self.roles.items() if role.pool == pool)
 
     def check(self, role_names: Collection[str]) -> None:
         """Refuses a placement that lacks a role of the algorithm, or holds one it has not."""
@@ -226,11 +227,13 @@ class Placement:
         """The same placement without other roles, and without the pools that they leave empty."""
         roles = {name: role for name, role in self.roles.items() if name in role_names}
         used = {role.pool for role in roles.values()}
-        return Placement({n: pool for n, pool in self.pools.items() if n in used}, roles)
+        pools = {name: pool for name, pool in self.pools.items() if name in used}
+        return Placement(pools, roles, self.platform)
 
     def table(self) -> str:
         """role -> pool -> devices -> mesh as aligned plain text."""
-        rows = [("role", "pool", "devices", "layout", "mesh", "generate", "micro-DP")]
+        devices = f"{self.platform or ''} devices".lstrip()
+        rows = [("role", "pool", devices, "layout", "mesh", "generate", "micro-DP")]
         for name, role in self.roles.items():
             pool, span = self.pools[role.pool], self.device_range(role.pool)
             ids = str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
@@ -249,7 +252,7 @@ class Placement:
 
     def to_toml(self) -> str:
         """The placement file that reads back equal to this one."""
-        lines: list[str] = []
+        lines = [f"platform = {_toml(self.platform)}", ""] if self.platform else []
         for pool in self.pools.values():
             lines += [f"[pool.{_key(pool.name)}]", f"devices = {pool.devices}"]
             lines += [f"processes = {pool.processes}", ""]
@@ -286,12 +289,25 @@ class Placement:
             )
 
 
-def single_pool(roles: Iterable[str], devices: int, processes: int = 1) -> Placement:
-    """Every role on all devices, data parallel."""
+def single_pool(
+    roles: Iterable[str],
+    devices: int,
+    processes: int = 1,
+    *,
+    frozen: Collection[str] = (),
+    platform: str | None = None,
+) -> Placement:
+    """Every role on all devices, data parallel; `frozen` ones only compute."""
     shape = MeshShape(data=devices)
     return Placement(
         {"all": Pool("all", devices, processes)},
-        {role: RolePlacement(role, "all", train=shape) for role in roles},
+        {
+            role: RolePlacement(role, "all", infer=shape)
+            if role in frozen
+            else RolePlacement(role, "all", train=shape)
+            for role in roles
+        },
+        platform,
     )
 
 
@@ -328,11 +344,13 @@ def load_placement(source: str | Path, roles: Collection[str] | None = None) -> 
 def parse_placement(text: str) -> Placement:
     """A placement from TOML text; unknown keys are errors."""
     document = tomllib.loads(text)
+    platform = document.pop("platform", None)
     pools = {
         name: Pool(name, **_table(f"pool.{name}", table, POOL_KEYS, required=("devices",)))
         for name, table in _table("pool", document.pop("pool", {}), None).items()
     }
-    return Placement(pools, {role: _parse_role(role, table) for role, table in document.items()})
+    roles = {role: _parse_role(role, table) for role, table in document.items()}
+    return Placement(pools, roles, platform)
 
 
 def _parse_role(role: str, table: Any) -> RolePlacement:

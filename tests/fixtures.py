@@ -12,6 +12,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from hfjax.models.llama import ModelConfig
+from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement
 
 LUT_VOCAB = 16
 PATH_LOGIT = 30.0
@@ -19,6 +21,11 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric may differ between two equal runs: it measures the machine."""
+    return name.startswith(("timing_s/", "timing_per_token_ms/", "perf/"))
 
 
 def tiny_config(**over: Any) -> ModelConfig:
@@ -228,3 +235,14 @@ def _shapes(raw: dict[str, Any], head: str) -> dict[str, tuple[int, ...]]:
     elif not raw["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (V, D)
     return shapes
+
+
+def placed(path: Path, shape: MeshShape, *roles: str, processes: int = 1) -> str:
+    """A placement file with every role on one mesh of one pool; only actor and critic learn."""
+    learn = ("actor", "critic")
+    table = {
+        role: RolePlacement(role, "all", **{"train" if role in learn else "infer": shape})
+        for role in roles
+    }
+    path.write_text(Placement({"all": Pool("all", shape.devices, processes)}, table).to_toml())
+    return str(path)

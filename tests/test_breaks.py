@@ -11,10 +11,10 @@ import pytest
 from algorithms import grpo
 from hfjax.data import make_sources
 from hfjax.items import EXAMPLES, DataConfig
-from hfjax.metrics import STEP, is_timing
+from hfjax.metrics import STEP
 from hfjax.run import train
 from meshes.mesh import MeshShape
-from tests.fixtures import write_lut
+from tests.fixtures import is_timing, write_lut
 from tests.test_run import configured, placed, prompts_file, records
 
 PROMPTS = [[3], [4, 5], [6, 7, 8]]

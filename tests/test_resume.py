@@ -14,26 +14,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms import ppo
+from algorithms import ppo, sft
 from hfjax.algorithm import config_class
 from hfjax.arithmetic import write_task_model_config
 from hfjax.config import from_dict, to_toml
-from hfjax.metrics import STEP, is_timing
+from hfjax.controller.worker import RoleError
+from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.train import Trainer
+from hfjax.metrics import STEP, MetricLog
+from hfjax.models.hf import load_config, load_params
 from hfjax.run import train
+from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
+from tests.fixtures import is_timing, placed, write_tiny_hf
+from tests.test_run import tuning
 
 STEPS = 8
 SAVE_EVERY = 3
 DEADLINE_S = 300
 ROLES = ("actor", "critic", "reference")
-
-
-def placed(path: Path, shape: MeshShape, processes: int = 1) -> str:
-    """A placement file with PPO's roles on one mesh."""
-    roles = {role: RolePlacement(role, "all", train=shape) for role in ROLES}
-    path.write_text(Placement({"all": Pool("all", shape.devices, processes)}, roles).to_toml())
-    return str(path)
 
 
 def configured(folder: Path, **settings: Any) -> Any:
@@ -46,7 +46,7 @@ def configured(folder: Path, **settings: Any) -> Any:
         "model": str(folder / "model"),
         "init": "random",
         "runtime": "local",
-        "placement": placed(folder / "one.toml", MeshShape()),
+        "placement": placed(folder / "one.toml", MeshShape(), *ROLES),
         "out": str(folder / "run"),
         "steps": STEPS,
         "save_every": SAVE_EVERY,
@@ -117,6 +117,90 @@ def test_a_run_killed_in_step_7_and_resumed_equals_one_never_stopped(
     assert samples[0] == samples[1]
 
 
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a fine-tuning run that nobody stopped."""
+    return train(sft, tuning(tmp_path_factory.mktemp("tuned"), steps=3, save_every=1))
+
+
+@pytest.mark.parametrize(("owner", "name"), [(MetricLog, "write"), (CheckpointStore, "commit")])
+def test_a_kill_between_record_and_checkpoint_loses_neither(
+    owner: type, name: str, tmp_path: Path, tuned: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of step 2 without its record left steps 1 and 3 after the resumption."""
+    works = getattr(owner, name)
+
+    def killed(self: Any, step: int, *args: Any) -> Any:
+        if step == 2:
+            raise KeyboardInterrupt
+        return works(self, step, *args)
+
+    config = tuning(tmp_path, steps=3, save_every=1)
+    monkeypatch.setattr(owner, name, killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(sft, config)
+    monkeypatch.setattr(owner, name, works)
+    out = train(sft, dataclasses.replace(config, resume=True))
+    assert [record[STEP] for record in records(out)] == [1, 2, 3]
+    assert untimed(out) == untimed(tuned)
+
+
+def test_a_vocabulary_that_was_padded_for_one_placement_goes_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """21 words on two tensor shards, then on one device, then exported; no state is made twice."""
+    model = write_tiny_hf(tmp_path / "small", vocab_size=21)
+    shape = MeshShape(tensor=2)
+    two = Placement({"all": Pool("all", 2)}, {"actor": RolePlacement("actor", "all", train=shape)})
+    (tmp_path / "two.toml").write_text(two.to_toml())
+    split = str(tmp_path / "two.toml")
+    config = tuning(tmp_path, model=str(model), placement=split, steps=2)
+    train(sft, config)
+    single = str(tmp_path / "placement.toml")
+    again = dataclasses.replace(config, placement=single, steps=3, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("hfjax.roles.load_params", lambda *_: pytest.fail("weights were loaded"))
+        patch.setattr(Trainer, "init_state", lambda *_: pytest.fail("moments were made"))
+        found = untimed(train(sft, again))
+        train(sft, dataclasses.replace(again, placement=split, steps=4))
+    assert [record[STEP] for record in found] == [1, 2, 3]
+    assert found[2]["actor/nll"] < found[1]["actor/nll"] < found[0]["actor/nll"]
+    export_run(config.out, tmp_path / "exported")
+    exported = load_params(tmp_path / "exported", load_config(tmp_path / "exported"), "lm")
+    assert exported["embed"].shape == (21, 40)
+
+
+def test_a_resume_that_fails_leaves_every_file_as_it_was(tmp_path: Path) -> None:
+    """Other rows in the same file, another model in the same directory, a damaged checkpoint."""
+    config = tuning(tmp_path, steps=1)
+    out = train(sft, config)
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({STEP: 2}) + "\n")  # of a step that a kill cut short of a checkpoint
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+    before = files()
+    again = dataclasses.replace(config, resume=True, keep_last=7)
+
+    rows = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(rows.replace("t7", "t8"))
+    with pytest.raises(ValueError, match="the data's rows was"):
+        train(sft, again)
+    (tmp_path / "train.jsonl").write_text(rows)
+
+    write_tiny_hf(tmp_path / "model", intermediate_size=64)
+    with pytest.raises(ValueError, match=r"does not fit this run: .*\[2, 40, 56\], here"):
+        train(sft, again)
+    write_tiny_hf(tmp_path / "model")
+
+    data = max((out / "checkpoints").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with pytest.raises(RoleError, match="is damaged"):
+        train(sft, again)
+    assert files() == before
+
+
 @pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path, whole: Path) -> None:
     config = configured(tmp_path)
@@ -134,7 +218,7 @@ def test_a_run_resumed_on_another_placement_equals_it_to_rounding(
     """Sharded Adam moments and master weights come from the checkpoint of one device."""
     config = configured(tmp_path, steps=SAVE_EVERY)
     train(ppo, config)
-    elsewhere = placed(tmp_path / "eight.toml", MeshShape(data=2, fsdp=2, tensor=2))
+    elsewhere = placed(tmp_path / "eight.toml", MeshShape(data=2, fsdp=2, tensor=2), *ROLES)
     again = dataclasses.replace(config, steps=STEPS, placement=elsewhere, resume=True)
     found, expected = untimed(train(ppo, again)), untimed(whole)
     assert [record[STEP] for record in found] == list(range(1, STEPS + 1))
@@ -212,7 +296,7 @@ def test_a_ray_run_killed_in_step_7_and_resumed_equals_one_never_stopped(tmp_pat
 
     def run(folder: Path) -> Any:
         folder.mkdir()
-        placement = placed(folder / "two.toml", shape, processes=2)
+        placement = placed(folder / "two.toml", shape, *ROLES, processes=2)
         return configured(folder, runtime="ray", placement=placement)
 
     config = run(tmp_path / "killed")

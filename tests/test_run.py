@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import logging
+import signal
 import types
 from functools import partial
 from pathlib import Path
@@ -12,13 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file
 
 from algorithms import grpo, ppo, sft
-from hfjax import cli
 from hfjax.algorithm import config_class
 from hfjax.batch import Batch
 from hfjax.config import from_dict, read_toml
@@ -28,8 +26,7 @@ from hfjax.models.llama import hidden_states, lm_logits
 from hfjax.run import Run, train
 from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
-from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import path_table, write_lut, write_tiny_hf, write_tokenizer
+from tests.fixtures import path_table, placed, write_lut, write_tiny_hf, write_tokenizer
 
 EOS = 2
 TOKENS_BT = np.array([[3, 4, 5, 6, 7], [8, 95, 0, 1, 2]], np.int32)
@@ -38,13 +35,6 @@ TOKENS_BT = np.array([[3, 4, 5, 6, 7], [8, 95, 0, 1, 2]], np.int32)
 def word_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
     """1 for a response with any word in it, 0 for the bare end token."""
     return [float(bool(response)) for response in responses]
-
-
-def placed(path: Path, shape: MeshShape, *roles: str) -> str:
-    """A placement file with every role on one mesh."""
-    table = {role: RolePlacement(role, "all", train=shape) for role in roles}
-    path.write_text(Placement({"all": Pool("all", shape.devices)}, table).to_toml())
-    return str(path)
 
 
 def prompts_file(path: Path, prompts: list[Any]) -> str:
@@ -136,7 +126,7 @@ def test_the_ratio_is_one_before_any_update(
         actor={"epochs": 2, "minibatch_sequences": 4, "micro_sequences": micro},
     )
     (record,) = records(train(watched(ppo)[0], config))
-    assert "dropout is not applied" in caplog.text
+    assert caplog.text.count("dropout is not applied") == 1  # though every role reads the file
     assert record["actor/ratio_gap"] <= 1e-5
     assert abs(record["actor/ppo_kl_k3"]) <= 1e-9
     assert record["actor/pg_clipfrac"] == 0
@@ -308,7 +298,7 @@ def test_after_the_first_step_of_a_shape_nothing_compiles(
         return plain(models, prompts | limits, cfg)
 
     algorithm.step = step
-    monkeypatch.setattr("hfjax.run.EVAL_ROWS", 4)
+    monkeypatch.setattr("hfjax.prepare.EVAL_ROWS", 4)
     config = configured(
         ppo,
         tmp_path,
@@ -318,7 +308,7 @@ def test_after_the_first_step_of_a_shape_nothing_compiles(
         eval_every=3,
         data={
             "prompts_per_step": 4,
-            "eval": prompts_file(tmp_path / "eval.jsonl", prompts[:6]),
+            "eval": prompts_file(tmp_path / "eval.jsonl", prompts[:10]),
             "shuffle": False,
         },
         rollout={"n": 2, "max_new_tokens": 32},
@@ -440,6 +430,43 @@ def test_a_trained_tied_model_has_its_logits_in_transformers(tmp_path: Path) -> 
     np.testing.assert_allclose(found_BTV, logits_BTV, rtol=1e-5, atol=1e-5 * scale)
 
 
+def test_stages_share_no_second_and_each_replica_counts_its_own_tokens(tmp_path: Path) -> None:
+    """Rows of 3, 3 and 2, 2 tokens on two replicas; the relay is no part of gen."""
+    model = write_lut(tmp_path / "model", path_table(3, 4, EOS) + path_table(5, EOS))
+    placed(tmp_path / "placement.toml", MeshShape(data=2), "actor")
+    config = configured(
+        grpo,
+        tmp_path,
+        model,
+        [[3], [5]],
+        data={"shuffle": False},
+        algorithm={"kl": {"where": "none"}},
+    )
+    (record,) = records(train(grpo, config))
+    assert [record[f"global_seqlen/{name}"] for name in ("max", "min", "minmax_diff")] == [6, 4, 2]
+    stages = {k: v for k, v in record.items() if k.startswith("timing_s/")}
+    step_s = stages.pop("timing_s/step")
+    del stages["timing_s/save_checkpoint"]  # comes after the step
+    assert {"timing_s/gen", "timing_s/update_weights"} <= stages.keys()
+    assert sum(stages.values()) <= step_s
+
+
+def test_ctrl_c_in_the_last_step_leaves_a_finished_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted = types.ModuleType("interrupted")
+    vars(interrupted).update(vars(sft))
+
+    def step(models: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return sft.step(models, prompts, cfg)
+
+    vars(interrupted).update(step=step)
+    out = train(interrupted, tuning(tmp_path, steps=1))
+    assert [record["training/global_step"] for record in records(out)] == [1]
+    assert "--resume" not in capsys.readouterr().out
+
+
 def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path) -> None:
     config = tuning(tmp_path, steps=1)
     out = train(sft, config)
@@ -447,6 +474,39 @@ def test_a_run_directory_is_used_once_and_its_settings_read_back(tmp_path: Path)
     assert dataclasses.asdict(saved) == dataclasses.asdict(config)
     with pytest.raises(ValueError, match="holds a run; add --resume or choose another directory"):
         Run(sft, config)
+    train(sft, dataclasses.replace(config, steps=2, resume=True))
+    with pytest.raises(ValueError, match=r"steps=1: .* is at step 2; set steps above that"):
+        Run(sft, dataclasses.replace(config, resume=True))
+
+
+def test_an_error_in_an_algorithms_step_is_no_refusal_of_settings(tmp_path: Path) -> None:
+    """It names the step, and the traceback of its cause is shown."""
+    wrong = types.ModuleType("wrong")
+    vars(wrong).update(vars(sft), step=lambda models, prompts, cfg: (prompts, {}, {}))
+    with pytest.raises(RuntimeError, match=r"\.step failed in step 1") as caught:
+        train(wrong, tuning(tmp_path, steps=1))
+    assert "too many values to unpack" in str(caught.value.__cause__)
+
+
+def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template writes the microsecond, which would change the prompts as another day does."""
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: None)
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for digit in strftime_now('%f') %}t{{ digit }} {% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+
+    def prompts(out: str, resume: bool) -> list[int]:
+        message = {"role": "user", "content": "t3"}
+        config = configured(grpo, tmp_path, model, [[message]], out=out, resume=resume)
+        return Run(grpo, config).plan.source.items[0].ids
+
+    out, other = str(tmp_path / "run"), str(tmp_path / "other")
+    first = prompts(out, resume=False)
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert prompts(out, resume=True) == first != prompts(other, resume=False)
 
 
 def test_another_run_is_not_continued_and_its_files_stay_as_they_are(tmp_path: Path) -> None:
@@ -472,124 +532,3 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_starts(tmp_path:
     mixed = dataclasses.replace(config, model=str(tmp_path / "small"), out=str(tmp_path / "second"))
     with pytest.raises(ValueError, match=r"token id 95 .* outside the vocabulary of 48"):
         Run(grpo, mixed)
-
-
-REFUSALS = {  # algorithm, a TOML file, arguments, and what the message must name
-    "top level": ("ppo", "learning_rate = 1e-4", "", ["learning_rate", "actor.optimizer.lr"]),
-    "misspelt": ("ppo", "[algorithm]\nclip_ration = 0.1", "", ["clip_ration", "algorithm.clip_"]),
-    "hyphen": ("ppo", "[actor]\nmicro-sequences = 2", "", ["actor", "micro_sequences"]),
-    "text": ("ppo", "[actor.optimizer]\nlr = 'fast'", "", ["optimizer", "lr", "fast", "float"]),
-    "broken": ("ppo", "[actor]\nx = = 1", "", ["line 2, column 5"]),
-    "contradiction": (
-        *("ppo", "[actor]\nmicro_tokens = 4\nmicro_sequences = 4", ""),
-        ["actor", "micro_sequences", "micro_tokens", "one of the two"],
-    ),
-    "choice": ("ppo", "[actor]\nremat = 'some'", "", ["remat", "some", "none, layer, dots"]),
-    "other section": ("grpo", "[critic]\nepochs = 1", "", ["[critic]", "grpo", "actor"]),
-    "not a table": ("ppo", "actor = 3", "", ["actor", "table"]),
-    "no file": ("ppo", None, "--config nowhere.toml", ["nowhere.toml", "no such file"]),
-    "option": ("ppo", None, "--learning-rate 1", ["learning_rate", "actor.optimizer.lr"]),
-    "option of a section": ("ppo", None, "--actor.lr 1", ["lr", "[actor]", "actor.optimizer.lr"]),
-    "option's value": ("ppo", None, "--actor.optimizer.lr fast", ["actor.optimizer.lr", "fast"]),
-    "option's choice": ("ppo", None, "--actor.remat some", ["actor.remat", "some", "layer"]),
-    "additive form": ("ppo", None, "+actor.optimizer.lr=1", ["+actor.optimizer.lr", "--"]),
-    "value of a switch": ("ppo", None, "--resume true --out x", ["true", "switch"]),
-    "unused section": ("grpo", None, "--critic.epochs 2", ["[critic]", "grpo", "rollout"]),
-    "algorithm": ("pp0", None, "", ["pp0", "ppo", "grpo", "sft"]),
-    "model": ("ppo", None, "--model nowhere", ["model", "nowhere", "embedded"]),
-    "placement": ("ppo", None, "--placement nowhere", ["placement", "nowhere", "colocate"]),
-    "micro-batch": (
-        *("ppo", None, "--actor.micro-sequences 3"),
-        ["actor.micro_sequences=3", "4 rows", "multiple of 8"],
-    ),
-    "micro-batch of tokens": (
-        *("ppo", None, "--critic.micro-tokens 200"),
-        ["critic.micro_tokens=200", "at least 8 x "],
-    ),
-    "a group of one": ("grpo", None, "--rollout.n 1", ["rollout.n=1", "2 or more"]),
-    "reward": ("grpo", None, "--reward.workers 0", ["reward.workers=0", "at least 1"]),
-    "dual clip": ("ppo", None, "--algorithm.dual-clip 1", ["dual_clip=1.0", "> 1", "3.0"]),
-    "dual clip in a file": ("grpo", "[algorithm]\ndual_clip = 0.5", "", ["dual_clip=0.5", "> 1"]),
-    "mini-batch": (
-        *("ppo", None, "--actor.minibatch-sequences 3"),
-        ["minibatch_sequences=3", "4 rows", "[1, 2, 4]"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_meant_is_refused_by_name(
-    case: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Exit status 2 before a model is built; the message names key, section and a legal choice."""
-    algorithm, toml, arguments, named = REFUSALS[case]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: pytest.fail("processes were started"))
-    base = [
-        *("--model", str(write_lut(tmp_path / "model", path_table(3, EOS)))),
-        *("--data", prompts_file(tmp_path / "train.jsonl", [[3]] * 4)),
-        *("--reward.function", f"{__file__}:word_reward", "--runtime", "local"),
-        *("--data.prompts-per-step", "4", "--data.max-prompt-tokens", "64"),
-    ]
-    if toml is not None:
-        Path("given.toml").write_text(toml)
-        base += ["--config", "given.toml"]
-    try:
-        status = cli.main(["train", algorithm, *base, *arguments.split()])
-    except SystemExit as error:
-        status = error.code
-    message = capsys.readouterr().err
-    assert status == 2
-    assert [name for name in named if name not in message] == []
-
-
-BROKEN = b'{"prompt": "t3", "ground_truth": ""}\n{"prompt": "t5", "gro\n'
-QUESTIONS = ["t3"] * 37 + [None] + ["t4"] * 3
-DATA_REFUSALS = {  # a file's content, arguments, and what the message must name
-    "broken line": (BROKEN, "", ["rows.jsonl", "line 2", "data.bad_rows='skip'"]),
-    "no answer column": (
-        *({"question": ["t3"], "answer": ["t4"]}, "--data.prompt-key question"),
-        ["'ground_truth'", "it has answer, question", "data.answer_key"],
-    ),
-    "null prompt": (
-        *({"question": QUESTIONS}, "--data.prompt-key question --data.answer-key="),
-        ["row 37 (from 0)", "question is missing"],
-    ),
-    "too long": (
-        *({"prompt": ["t3", "t3 t4 t5"], "ground_truth": ["", ""]}, "--data.max-prompt-tokens 2"),
-        ["row 1 (from 0)", "data.max_prompt_tokens=2", "filter, left, right, middle"],
-    ),
-    "fewer than a step": (
-        *({"prompt": ["t3"] * 3, "ground_truth": [""] * 3}, ""),
-        ["data.prompts_per_step=8", "3 usable rows", "at most 3"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DATA_REFUSALS)
-def test_data_that_cannot_be_used_ends_the_command_before_anything_starts(
-    case: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Exit status 2, no weights read and no run directory; rows are numbered, not shown."""
-    content, arguments, named = DATA_REFUSALS[case]
-    for name in ("hfjax.run.start", "hfjax.models.hf.load_params", "hfjax.rewards.RewardPool"):
-        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something was started"))
-    if isinstance(content, bytes):
-        file = tmp_path / "rows.jsonl"
-        file.write_bytes(content)
-    else:
-        file = tmp_path / "rows.parquet"
-        pyarrow.parquet.write_table(pyarrow.table(content), file)
-    model, out = write_lut(tmp_path / "model", path_table(3, EOS)), tmp_path / "run"
-    base = ["--model", str(model), "--data", str(file), "--out", str(out), "--rollout.n", "2"]
-    assert cli.main(["train", "grpo", *base, *arguments.split()]) == 2
-    message = capsys.readouterr().err
-    assert [name for name in named if name not in message] == []
-    assert "t5" not in message
-    assert not out.exists()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in flight: waiting under deadlines, and which of several failures the user sees."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ from typing import Any
 
 from hfjax.controller.pool import Pool, ProcessDied, Runtime
 from hfjax.controller.worker import CallInfo, RoleError, describe
+
+log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 GRACE_S = 10.0  # for the cause to show up after a collective that failed on a peer
@@ -88,6 +91,7 @@ class Calls:
         self.open: dict[int, PendingCall] = {}
         self.records: list[CallRecord] = []
         self._begun: dict[int, float] = {}  # call number -> when it could begin
+        self._warned: set[str] = set()  # a warning is passed on once, whichever ranks repeat it
         self._next = 0
 
     def submit(
@@ -172,11 +176,19 @@ class Calls:
                 (call.done[rank],) = self.runtime.get([call.infos[rank]])
             except Exception as error:
                 failures.append(Failure(call, rank, error))
+            else:
+                self._pass_warnings_on(call, rank)
             if len(call.done) == call.pool.processes:
                 del self.open[call.number]
                 self._begun.pop(call.number, None)
                 self.records.append(call.record())
         return failures
+
+    def _pass_warnings_on(self, call: PendingCall, rank: int) -> None:
+        for text in call.done[rank].warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                log.warning("%s: %s", call.where(rank), text)
 
     def _runnable(self) -> list[PendingCall]:
         """The oldest open call of each pool, where its inputs are done."""

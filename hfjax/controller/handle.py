@@ -36,8 +36,9 @@ class Reply:
 class RoleHandle:
     """A role as the controller sees it; its attributes are the role's declared methods.
 
-    `handle.name(batch, **kwargs)` returns at once: a Batch of the written columns as futures, or
-    Metrics where a method writes none, or, for a method without columns, a Reply.
+    `handle.name(batch, **kwargs)` gives a Batch of the written columns as futures, or Metrics where
+    a method writes none, or, for a method without columns, a Reply. With runtime 'ray' it returns
+    at once; a role in this process (beside the controller, or runtime 'local') computes first.
     """
 
     def __init__(
@@ -208,34 +209,35 @@ def start(
     runtime: str = "ray",
     deadline_s: float = 1800.0,
     group: int = 1,
-    platform: str | None = None,
     log_to_driver: bool = True,
 ) -> Models:
     """Starts the pools of a placement and builds every role in its pool.
 
     A builder is a role class or a partial of one, called with a RoleContext; a class with
     `on_driver = True` is built beside the controller and needs no placement. `deadline_s` bounds
-    each call, `group` rows stay on one replica; `platform` ('cpu', 'gpu') is for runtime 'ray'.
+    each call, `group` rows stay on one replica.
     """
     if runtime not in RUNTIMES:
         raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(RUNTIMES)}")
     on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
     placement.check([role for role in builders if role not in on_driver])
-    options = {"platform": platform, "log_to_driver": log_to_driver} if runtime == "ray" else {}
-    world = RUNTIMES[runtime](**options)
+    options = {"log_to_driver": log_to_driver} if runtime == "ray" else {}
+    world = RUNTIMES[runtime](placement.platform, **options)
     models = Models(world, deadline_s, group)
     try:
+        for role in on_driver:  # first: what it refuses shall cost no process
+            pool = LocalPool(DRIVER)
+            models.handles[role] = RoleHandle(
+                role, builders[role], pool, Ranks(MeshShape()), models
+            )
+            pool.build(role, builders[role], None)
         pools = world.open(list(placement.pools.values()))
-        for role, builder in builders.items():
-            if role in on_driver:
-                pool, ranks = LocalPool(DRIVER), Ranks(MeshShape())
-            else:
-                where = placement.roles[role]
-                pool = pools[where.pool]
-                ranks = Ranks(
-                    *(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch)
-                )
-            models.handles[role] = RoleHandle(role, builder, pool, ranks, models)
+        for role, where in placement.roles.items():
+            pool = pools[where.pool]
+            ranks = Ranks(
+                *(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch)
+            )
+            models.handles[role] = RoleHandle(role, builders[role], pool, ranks, models)
         _build(models, builders, placement)
     except BaseException:
         models.shutdown()
@@ -246,9 +248,10 @@ def start(
 def _build(
     models: Models, builders: Mapping[str, Callable[..., Any]], placement: Placement
 ) -> None:
-    """Builds all roles; pools work side by side."""
-    for role, handle in models.handles.items():
-        infos = handle.pool.build(role, builders[role], placement.roles.get(role))
+    """Builds the placed roles; pools work side by side."""
+    for role, where in placement.roles.items():
+        handle = models.handles[role]
+        infos = handle.pool.build(role, builders[role], where)
         models.calls.submit(role, BUILD, 0, handle.pool, frozenset(), infos)
     models.drain()
 

@@ -72,13 +72,19 @@ class LocalRuntime:
     Calls are synchronous, so no deadline can interrupt them, and errors pass through.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, platform: str | None = None) -> None:
+        self.platform = platform  # that JAX must have here; None: whatever it has
         self.pools: dict[str, LocalPool] = {}
 
     def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
         import jax
 
         asked, devices = sum(pool.devices for pool in pools), jax.devices()
+        if self.platform not in (None, found := jax.default_backend()):
+            raise ValueError(
+                f"the placement says platform = '{self.platform}', JAX in this process is on "
+                f"'{found}'; set JAX_PLATFORMS before JAX starts, or use runtime='ray'"
+            )
         for pool in pools:
             if pool.processes > 1:
                 raise ValueError(

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -20,7 +21,6 @@ from typing import Any
 from hfjax.controller import probe
 from hfjax.controller.pool import Pool, ProcessDied
 from hfjax.controller.worker import (
-    PLATFORMS,
     Call,
     CallInfo,
     RoleError,
@@ -31,6 +31,7 @@ from hfjax.controller.worker import (
 from meshes import placement as spec
 
 RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
+FETCH_TIMEOUT_S = 600  # for values that are ready, perhaps on another host
 START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
@@ -118,24 +119,22 @@ class RayPool:
 
 
 class RayRuntime:
-    """Pools as Ray actors, all reserved together; the driver's own JAX stays on the CPU.
+    """Pools as Ray actors, all reserved together; until it closes, this process's JAX is CPU only.
 
+    JAX_PLATFORMS is put back then; a JAX that was first imported meanwhile stays on the CPU.
     Uses the session that is open, else the cluster at RAY_ADDRESS, else a private one on this
     host. `platform` None takes GPUs where the cluster has any.
     """
 
     def __init__(self, platform: str | None = None, *, log_to_driver: bool = True) -> None:
-        if platform not in (None, *PLATFORMS):
-            raise ValueError(f"platform={platform!r} is unknown; use {' or '.join(PLATFORMS)}")
         self.platform, self.log_to_driver = platform, log_to_driver
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []
         self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        if "jax" in sys.modules:
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+        self._scope = ExitStack()
+        self._scope.enter_context(_cpu_only())
 
     def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
         import ray
@@ -170,17 +169,20 @@ class RayRuntime:
         return [not isinstance(ref, ray.ObjectRef) or ref in finished for ref in refs]
 
     def get(self, refs: Sequence[Any]) -> list[Any]:
-        """Values; raises the worker's own RoleError, or ProcessDied."""
+        """Values of refs that are ready; raises the worker's own RoleError, or ProcessDied."""
         import ray
         from ray import exceptions
 
         remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
         try:
-            values = iter(ray.get(remote))
+            values = iter(ray.get(remote, timeout=FETCH_TIMEOUT_S))
         except exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RoleError) else error) from None
         except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
             raise ProcessDied(str(error)) from None
+        except exceptions.GetTimeoutError:
+            message = f"its result did not arrive within {FETCH_TIMEOUT_S} s"
+            raise ProcessDied(message) from None
         return [next(values) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
 
     def share(self, value: Any) -> Any:
@@ -192,6 +194,7 @@ class RayRuntime:
         """Ends every process of every pool and gives the reservation back."""
         import ray
 
+        self._scope.close()
         if not ray.is_initialized():
             return
         for actor in self._actors:
@@ -347,6 +350,25 @@ def _request(pools: Sequence[spec.Pool], platform: str) -> str:
 
 def _total(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(k, 0):g} {k}" for k in ("CPU", "GPU") if resources.get(k))
+
+
+@contextmanager
+def _cpu_only() -> Iterator[None]:
+    """JAX of this process, and of those that it starts, sees no accelerator."""
+    jax, before = sys.modules.get("jax"), os.environ.get("JAX_PLATFORMS")
+    configured = jax.config.jax_platforms if jax else None
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if jax:
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("JAX_PLATFORMS", None)
+        else:
+            os.environ["JAX_PLATFORMS"] = before
+        if jax:
+            jax.config.update("jax_platforms", configured)
 
 
 def _python_path() -> dict[str, str]:

@@ -5,6 +5,7 @@ This module does not import JAX at the top: platform and simulated devices are s
 """
 
 import functools
+import logging
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,14 +42,18 @@ COLLECTIVE = re.compile(
 
 
 class RoleError(RuntimeError):
-    """A failure in a worker, with the role, rank, method, step and host it happened at."""
+    """A failure in a worker, with the role, rank, method, step and host it happened at.
 
-    def __init__(self, message: str, *, collective: bool = False) -> None:
+    `refusal`: its cause was a ValueError, the user's to mend.
+    """
+
+    def __init__(self, message: str, *, collective: bool = False, refusal: bool = False) -> None:
         super().__init__(message)
-        self.collective = collective
+        self.collective, self.refusal = collective, refusal
 
     def __reduce__(self) -> Any:
-        return functools.partial(RoleError, collective=self.collective), self.args
+        kind = {"collective": self.collective, "refusal": self.refusal}
+        return functools.partial(RoleError, **kind), self.args
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class CallInfo:
     compiles: int
     metrics: Mapping[str, Any]
     value: Any = None  # of a method without columns
+    warnings: tuple[str, ...] = ()  # logged since the process's last report
 
 
 def describe(role: str, method: str, step: int, pool: str, rank: int, host: str) -> str:
@@ -126,12 +133,34 @@ def join(
         )
     found = len(jax.local_devices())
     if found != devices or jax.default_backend() != platform:
+        packages = {d.name: d.version for d in distributions() if d.name.startswith("jax")}
+        installed = ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
+        advice = {
+            "cpu": "was JAX used earlier in this process?",
+            "gpu": "install the extra cuda12 or cuda13, or set platform = 'cpu' in the placement",
+        }[platform]
         raise RuntimeError(
             f"{devices} {platform} devices were asked for, {found} of {jax.default_backend()!r} "
-            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}): was JAX used earlier in this "
-            "process?"
+            f"found (XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}; installed: {installed}): "
+            f"{advice}"
         )
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+
+
+class _Warnings(logging.Handler):
+    """Keeps what a process logs at WARNING and above, until it is taken to the driver."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: dict[str, None] = {}  # each text once
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._kept[f"{record.name}: {record.getMessage()}"] = None
+
+    def taken(self) -> tuple[str, ...]:
+        """The texts since the last time."""
+        kept, self._kept = tuple(self._kept), {}
+        return kept
 
 
 class Worker:
@@ -150,6 +179,9 @@ class Worker:
         self.processes, self.local = processes, local
         self.host = socket.gethostname()
         self.roles: dict[str, Any] = {}
+        self._warnings = _Warnings()
+        if not local:  # where they would be seen by nobody
+            logging.getLogger().addHandler(self._warnings)
 
     def build(
         self, role: str, builder: Callable[[RoleContext], Any], placement: "RolePlacement | None"
@@ -161,7 +193,10 @@ class Worker:
                 role, placement, self.devices, self.rank, self.processes, self.local
             )
             self.roles[role] = builder(context)
-            return CallInfo(self.rank, start_s, time.time(), _compiles() - compiles, {})
+            end_s, compiles = time.time(), _compiles() - compiles
+            return CallInfo(
+                self.rank, start_s, end_s, compiles, {}, warnings=self._warnings.taken()
+            )
 
     def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
         """Runs a role's method: one value for each written column, then a CallInfo."""
@@ -177,7 +212,8 @@ class Worker:
                 answer = function(_shard(call, values), **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics
             end_s = time.time()
-            info = CallInfo(self.rank, start_s, end_s, _compiles() - compiles, metrics, value)
+            compiles, warnings = _compiles() - compiles, self._warnings.taken()
+            info = CallInfo(self.rank, start_s, end_s, compiles, metrics, value, warnings)
             return (*columns, info)
 
     def close(self) -> None:
@@ -195,11 +231,12 @@ class Worker:
         except Exception as error:
             where = describe(role, method, step, self.pool, self.rank, self.host)
             text = f"{where}: {type(error).__name__}: {error}"
-            if not self.local:
+            refusal = isinstance(error, ValueError)
+            if not self.local and (not refusal or os.environ.get("HFJAX_TRACEBACK")):
                 text += f"\n\n{traceback.format_exc()}"
             foreign = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
             collective = foreign and COLLECTIVE.search(str(error)) is not None
-            raise RoleError(text, collective=collective) from error
+            raise RoleError(text, collective=collective, refusal=refusal) from error
 
 
 def _shard(call: Call, values: Sequence[Any]) -> Shard:

@@ -8,6 +8,7 @@
 On several hosts the directory must be one that all of them see.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -17,12 +18,16 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from meshes.layouts import replicated
 
 META = "meta.json"
 TMP = ".tmp"
@@ -32,38 +37,36 @@ BLOCK_BYTES = 1 << 24
 log = logging.getLogger(__name__)
 
 
-def save_role(path: str | Path, state: Any) -> None:
+def save_role(path: str | Path, state: Any, shapes: Any = None) -> None:
     """Writes a tree of arrays bit for bit and returns when it is written.
 
-    Every process of the mesh calls it.
+    Every process of the mesh calls it. With `shapes`, a tree like `state`, what lies beyond them
+    is left out: padding that is there for one mesh only.
     """
     path = Path(path).absolute()
+    if shapes is not None:
+        state = jax.tree.map(lambda x, to: x if x.shape == to.shape else _cut(x, to), state, shapes)
     with _quiet(), _checkpointer() as writer:
         writer.save(path, args=ocp.args.PyTreeSave(_flat(state)))
     _write_checksums(path)
 
 
-def restore_role(path: str | Path, abstract: Any) -> Any:
+def restore_role(path: str | Path, abstract: Any, shapes: Any = None, *, whole: bool = True) -> Any:
     """The tree saved at `path`, laid out as `abstract` says.
 
     `abstract` is a tree of ShapeDtypeStructs with shardings, on any mesh, all of whose processes
-    call this. Names, shapes and dtypes must be the saved ones: nothing is cast, cut or padded.
+    call this. Names, dtypes and shapes (those of `shapes`, where they are given: `abstract` is
+    filled up with zeros beyond them) must be the saved ones: nothing is cast or cut. Without
+    `whole`, `abstract` may be a part of what was saved, and only that part is read.
     """
     path = Path(path).absolute()
-    if not path.is_dir():
-        raise ValueError(f"no checkpoint at {path}")
+    check_role(path, abstract if shapes is None else shapes, whole=whole)
     _verify_checksums(path)
     wanted = _flat(abstract)
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    how = {name: dataclasses.replace(each, strict=False) for name, each in how.items()}  # fill up
+    args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
     with _quiet(), _checkpointer() as reader:
-        try:
-            metadata: Any = reader.metadata(path).item_metadata
-            saved = metadata.tree
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
-        _check_same(path, saved, wanted)
-        args = ocp.args.PyTreeRestore(
-            wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted)
-        )
         try:
             arrays = reader.restore(path, args=args)
         except Exception as error:
@@ -71,15 +74,33 @@ def restore_role(path: str | Path, abstract: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
 
+def check_role(path: str | Path, shapes: Any, *, whole: bool = True) -> None:
+    """Refuses a checkpoint of other names, shapes or dtypes than the tree's; no array is read."""
+    path = Path(path).absolute()
+    if not path.is_dir():
+        raise ValueError(f"no checkpoint at {path}")
+    with _quiet(), _checkpointer() as reader:
+        try:
+            metadata: Any = reader.metadata(path).item_metadata
+            saved = metadata.tree
+        except Exception as error:
+            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    wanted = _flat(shapes)
+    _check_same(path, saved if whole else {n: saved[n] for n in wanted if n in saved}, wanted)
+
+
 class CheckpointStore:
     """The checkpoints of one run, kept by its driver: begin, let the roles save, commit."""
 
     def __init__(self, root: str | Path, keep_last: int = 2) -> None:
-        """Creates `root` and writes a probe there, so that a full or foreign disk shows at once."""
+        """Nothing is written yet."""
         if type(keep_last) is not int or keep_last < 1:
             raise ValueError(f"keep_last = {keep_last!r}: must be a whole number, 1 or more")
         self.root = Path(root).absolute()
         self.keep_last = keep_last
+
+    def make_root(self) -> None:
+        """Creates `root` and writes a probe there, so that a full or foreign disk shows at once."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root) as probe:
@@ -99,7 +120,7 @@ class CheckpointStore:
         tmp = self._tmp(step)
         if tmp.exists():
             shutil.rmtree(tmp)
-        tmp.mkdir()
+        tmp.mkdir(parents=True)
         return tmp
 
     def commit(self, step: int, meta: dict[str, Any]) -> Path:
@@ -147,7 +168,7 @@ class CheckpointStore:
     def _found(self) -> list[tuple[int, bool]]:
         """(step, whole) of every checkpoint directory, ascending."""
         found = []
-        for path in self.root.iterdir():
+        for path in self.root.glob("step_*"):
             if match := re.fullmatch(rf"step_(\d+)({re.escape(TMP)})?", path.name):
                 found.append((int(match[1]), match[2] is None and (path / META).is_file()))
         return sorted(found)
@@ -177,6 +198,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+def _cut(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
+    """The corner of a padded array, on every device: its cut axis need not divide any more."""
+    sharding: Any = x.sharding
+    return _corner(x, to.shape, replicated(sharding.mesh))
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _corner(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.slice(x, (0,) * x.ndim, shape), sharding)
 
 
 def _flat(tree: Any) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class Decoder:
             # The one host sync of a segment: a replicated scalar, the same in every process.
             if not bool(running):
                 break
-            if end > slots:
+            if end > slots and slots < sampling.max_new_tokens:
                 slots = min(2 * slots, sampling.max_new_tokens)
                 responses = self._grow(responses, slots=slots)
             responses, running = self._continue(

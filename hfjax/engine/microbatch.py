@@ -67,16 +67,13 @@ def check_micro_sequences(micro_sequences: int, B: int, unit: int, where: str = 
         )
 
 
-def check_micro_tokens(
-    micro_tokens: int, longest: int, unit: int, bucket: int, where: str = ""
-) -> None:
-    """Refuses a limit under which the longest row, in its bucket, fits no micro-batch."""
-    T = -(-longest // bucket) * bucket
-    if micro_tokens < unit * T:
+def check_micro_tokens(micro_tokens: int, longest: int, unit: int, where: str = "") -> None:
+    """Refuses a limit under which the fewest rows, of `longest` tokens, fit no micro-batch."""
+    if micro_tokens < unit * longest:
         raise ValueError(
-            f"{where}micro_tokens={micro_tokens} holds no micro-batch: the longest row takes {T} "
-            f"tokens and {unit} rows (replicas x rows that stay together) are the fewest; "
-            f"use at least {unit} x {T} = {unit * T}"
+            f"{where}micro_tokens={micro_tokens} holds no micro-batch: the longest row takes "
+            f"{longest} tokens and {unit} rows (replicas x rows that stay together) are the "
+            f"fewest; use at least {unit} x {longest} = {unit * longest}"
         )
 
 
@@ -103,7 +100,7 @@ def _cut_by_tokens(
     stacks = []
     while len(rest):
         T = _bucketed(int(longest[rest[0] // group]), bucket, width)
-        check_micro_tokens(micro_tokens, T, unit, bucket=1)
+        check_micro_tokens(micro_tokens, T, unit)
         mb = micro_tokens // T // unit * unit
         taken, rest = rest[:mb], rest[mb:]
         micro = _narrow({k: v[taken] for k, v in rows.items()}, T, width)

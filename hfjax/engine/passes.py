@@ -40,7 +40,9 @@ class Passes:
         for start in range(0, per, width):
             offsets = start + np.arange(width)
             rows = np.where(offsets < per, first_rows + offsets, -1).reshape(-1)
-            arrays = [self._place(shard.columns[name], shard.rows, rows) for name in names]
+            arrays = [
+                self._place(shard.columns[name], shard.rows, rows, shard.n_rows) for name in names
+            ]
             done.append((rows, jax.tree.leaves(compute(*arrays))))
         return [
             _collected([(rows, arrays[k]) for rows, arrays in done], shard.rows)
@@ -52,9 +54,8 @@ class Passes:
         per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
 
         def place(values: np.ndarray, n: int, filler: int = 0) -> jax.Array:
-            return self._place(
-                values, shard.rows[::n] // n, np.arange(self.replicas * per // n), filler
-            )
+            held, rows = shard.rows[::n] // n, np.arange(self.replicas * per // n)
+            return self._place(values, held, rows, shard.n_rows // n, filler)
 
         return place
 
@@ -64,17 +65,25 @@ class Passes:
         return {name: _collected([(rows, x)], shard.rows) for name, x in arrays.items()}
 
     def _place(
-        self, values: np.ndarray, held: np.ndarray, rows: np.ndarray, filler: int = 0
+        self,
+        values: np.ndarray,
+        held: np.ndarray,
+        rows: np.ndarray,
+        n_rows: int,
+        filler: int = 0,
     ) -> jax.Array:
-        """An array of the rows `rows`; `values` are those of the rows `held`, ascending."""
+        """An array of the rows `rows`; `values` are those of the rows `held`, ascending.
+
+        Of rows that exist, 0 to n_rows - 1, this process must hold those of its own devices.
+        """
 
         def part(index: Any) -> np.ndarray:
             wanted = rows[index[0]]
-            if not len(held):  # this process only takes part with fillers
-                return np.full((len(wanted), *values.shape[1:]), filler, values.dtype)
-            at = np.minimum(np.searchsorted(held, wanted), len(held) - 1)
-            picked = values[at]
-            picked[held[at] != wanted] = filler
+            here = np.isin(wanted, held)
+            if len(missing := wanted[~here & (wanted >= 0) & (wanted < n_rows)]):
+                raise ValueError(f"rows {missing[:8]} belong to this process, which lacks them")
+            picked = np.full((len(wanted), *values.shape[1:]), filler, values.dtype)
+            picked[here] = values[np.searchsorted(held, wanted[here])]
             return picked[(slice(None), *index[1:])]
 
         shape = (len(rows), *values.shape[1:])

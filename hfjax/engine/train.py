@@ -29,7 +29,6 @@ from meshes.layouts import replicated
 
 log = logging.getLogger(__name__)
 
-Metrics = dict[str, Metric]
 Micro = Mapping[str, jax.Array]  # columns of one micro-batch on the devices
 
 OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
@@ -225,7 +224,9 @@ class Trainer:
         opt_state, updates, skipped = self._init(params)
         return TrainState(params=params, opt_state=opt_state, updates=updates, skipped=skipped)
 
-    def update(self, state: TrainState, micros: Sequence[Stack]) -> tuple[TrainState, Metrics]:
+    def update(
+        self, state: TrainState, micros: Sequence[Stack]
+    ) -> tuple[TrainState, dict[str, Metric]]:
         """One optimizer update from one mini-batch; `state` is donated.
 
         `micros`: stacks of columns (M, mb, ...), one or several shapes, whole on every process. A
@@ -241,7 +242,7 @@ class Trainer:
 
     def gradients(
         self, params: Params, micros: Sequence[Stack]
-    ) -> tuple[jax.Array, Params, Metrics]:
+    ) -> tuple[jax.Array, Params, dict[str, Metric]]:
         """Loss, float32 gradients (as the state lies) and the loss's metrics of one mini-batch."""
         counts, weights = _counts(micros), self.replicas.weights(params)
         sums, losses, metrics = self._zeros(), [], dict[str, Metric]()
@@ -264,7 +265,7 @@ class Trainer:
         micros: Micro,
         tokens: jax.Array,
         sequences: jax.Array,
-    ) -> tuple[Params, jax.Array, Metrics]:
+    ) -> tuple[Params, jax.Array, dict[str, Metric]]:
         """`sums` plus the gradients of M micro-batches, one after another; loss and metrics."""
         denominators = Denominators(tokens, sequences)
         stacked, in_flight = self.replicas.stack(weights), 1
@@ -277,7 +278,7 @@ class Trainer:
         def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
             return self._loss(self._forward(stacked, micro, **options), micro, denominators)
 
-        def add(sums: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, Metrics]]:
+        def add(sums: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, dict[str, Metric]]]:
             (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(stacked, micro)
             more = jax.tree.map(lambda g: g.astype(jnp.float32), more)
             more = self.replicas.scatter(more) if self._scatters else more
@@ -288,7 +289,7 @@ class Trainer:
 
     def _apply_grads(
         self, state: TrainState, grads: Params, loss: jax.Array, tokens: jax.Array
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, dict[str, Metric]]:
         norm = optax.tree_utils.tree_norm(grads)
         usable = jnp.isfinite(norm) & jnp.isfinite(loss) & (tokens > 0)
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an int32 count

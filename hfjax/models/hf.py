@@ -108,21 +108,14 @@ def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
 def load_params(
     path: str | Path, cfg: ModelConfig, head: Head, shardings: Any = None, dtype: Any = jnp.float32
 ) -> Params:
-    """Parameters read from the files shard by shard: no device, and no host, holds one whole.
+    """Parameters read from the files: a process reads the shards its devices hold, one at a time.
 
     All files are checked before anything is allocated. head='value' on a checkpoint without a
     score head gets a zero head; head='score' needs one. `shardings` is the tree of
     `meshes.shardings`; without it everything lies on the first device.
     """
-    path = Path(path)
-    source = GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFiles(path)
     shapes, _ = abstract_params(cfg, head, dtype)
-    entries = [entry for entry in ENTRIES if _at(shapes, entry.path) is not None]
-    fresh = head == "value" and SCORE not in source.shapes
-    if fresh:
-        log.info("%s has no %s: the value head starts at zero", source.where, SCORE)
-    read = [entry for entry in entries if not (fresh and entry.name in (SCORE, SCORE_BIAS))]
-    _check(source, cfg, head, read)
+    source, entries, read = _opened(Path(path), cfg, head, shapes)
     params: Params = {"layers": {}}
     for entry in entries:
         shape = _at(shapes, entry.path)
@@ -130,6 +123,25 @@ def load_params(
         block = _reader(source, cfg, entry) if entry in read else _zeros
         _at(params, entry.path[:-1])[entry.path[-1]] = _place(shape, sharding, block)
     return params
+
+
+def check_files(path: str | Path, cfg: ModelConfig, head: Head) -> None:
+    """Refuses, from the files' headers alone, weights that load_params could not take."""
+    _opened(Path(path), cfg, head, abstract_params(cfg, head)[0])
+
+
+def _opened(
+    path: Path, cfg: ModelConfig, head: Head, shapes: Params
+) -> tuple[Source, list[Entry], list[Entry]]:
+    """The checked files, the model's parameters, and those of them that the files hold."""
+    source = GGUFFile(path) if path.suffix == ".gguf" else SafetensorsFiles(path)
+    entries = [entry for entry in ENTRIES if _at(shapes, entry.path) is not None]
+    fresh = head == "value" and SCORE not in source.shapes
+    if fresh:
+        log.info("%s has no %s: the value head starts at zero", source.where, SCORE)
+    read = [entry for entry in entries if not (fresh and entry.name in (SCORE, SCORE_BIAS))]
+    _check(source, cfg, head, read)
+    return source, entries, read
 
 
 Block = Callable[[list[tuple[int, int]], np.dtype], np.ndarray]  # ranges of our axes -> values

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's config.json to ModelConfig and back; what we do not compute is refused by name."""
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -178,7 +179,13 @@ def _refuse_unsupported(raw: Json, family: str, where: str) -> None:
     _refuse_sliding_window(DEFAULTS[family] | raw, family, where)
     dropout = {k: v for k, v in raw.items() if "dropout" in k and isinstance(v, int | float) and v}
     if dropout:
-        log.warning("%s: dropout is not applied; %s ignored", where, dropout)
+        _warn_once(f"{where}: dropout is not applied; {dropout} ignored")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """A file is read by every role."""
+    log.warning("%s", message)
 
 
 def _refuse_sliding_window(known: Mapping[str, Any], family: str, where: str) -> None:

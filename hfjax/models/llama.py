@@ -299,15 +299,6 @@ def scalar_head(params: Params, x: jax.Array) -> jax.Array:
     return scalar + params["value_bias"].astype(jnp.float32) if "value_bias" in params else scalar
 
 
-def init_cache(cfg: ModelConfig, rows: int, slots: int, dtype: Any) -> KVCache:
-    """An empty prompt cache of `rows` rows."""
-    L, K, d = cfg.layers, cfg.kv_heads, cfg.head_dim
-    return KVCache(
-        k_LBKdS=jnp.zeros((L, rows, K, d, slots), dtype),
-        v_LBKSd=jnp.zeros((L, rows, K, slots, d), dtype),
-    )
-
-
 def prefill(
     cfg: ModelConfig, params: Params, tokens_BP: jax.Array, *, constrain: Constrain = unconstrained
 ) -> tuple[jax.Array, KVCache]:

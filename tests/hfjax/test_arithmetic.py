@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from hfjax import arithmetic
+from hfjax.rewards import RewardPool
 from hfjax.tokenizer import load_tokenizer
 
 
@@ -69,10 +70,16 @@ def test_reward_wants_the_number_and_nothing_else():
     assert scores == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_random_reward_does_not_depend_on_the_response_alone():
+def test_random_reward_is_the_same_in_a_rerun_with_any_workers_and_new_in_every_step():
     texts = ["1+1="] * 400, ["2"] * 400, ["2"] * 400
-    first, second = arithmetic.random_reward(*texts), arithmetic.random_reward(*texts)
-    assert first != second
+
+    def scores(workers, step):
+        with RewardPool("hfjax.arithmetic:random_reward", workers=workers) as pool:
+            pool.score(*texts, step=9)  # earlier calls leave no trace
+            return pool.score(*texts, step=step)[0].tolist()
+
+    first = scores(1, 1)
+    assert scores(2, 1) == first != scores(1, 2)
     assert set(first) == {0.0, 1.0}
     assert 0.4 < sum(first) / 400 < 0.6
 

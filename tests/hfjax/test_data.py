@@ -139,6 +139,14 @@ def test_verl_columns(tmp_path):
     assert load(path) == [Prompt([BOS, *ids_of("1+1=")], "1+1=", "2", "sums")]
 
 
+def test_a_reward_model_that_is_no_table_is_a_bad_row_by_number(tmp_path):
+    good, bad = ({"prompt": "1+1=", "reward_model": r} for r in ({"ground_truth": "2"}, "rule"))
+    path = write_jsonl(tmp_path, good, bad)
+    with pytest.raises(ValueError, match="line 2: reward_model is of type str, not a table"):
+        load(path)
+    assert len(load(path, bad_rows="skip")) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("none.jsonl", "no such file"), ("rows.csv", "use .jsonl, .parquet or sums")],
@@ -346,13 +354,13 @@ def test_resuming_with_another_order_is_refused(change):
         other.load_state_dict(state)
 
 
-@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3))
-def test_evaluation_counts_every_row_once_in_full_batches(rows, batch, n):
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_evaluation_counts_every_row_once_in_full_batches(rows, batch):
     texts = []
-    for columns, real in HeldOut(numbered(rows), prompt_columns).batches(batch, n):
-        assert len(columns["prompt"]) == batch * n
+    for columns, real in HeldOut(numbered(rows), prompt_columns).batches(batch):
+        assert len(columns["prompt"]) == batch
         texts += columns["prompt"][:real]
-    assert texts == [str(i) for i in range(rows) for _ in range(n)]
+    assert texts == [str(i) for i in range(rows)]
 
 
 def test_sources_of_the_embedded_task(tmp_path):

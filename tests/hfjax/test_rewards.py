@@ -46,6 +46,11 @@ def leaves(prompts, responses, truths):
 def slow(prompts, responses, truths):
     time.sleep(0.1 * len(prompts))
     return [float(os.getpid())] * len(prompts)
+def half(prompts, responses, truths):
+    for end in range(3, 99):
+        if os.path.exists(path := f"/proc/self/fd/{end}") and "socket" in os.readlink(path):
+            os.write(end, b"\\0\\0\\0\\7h")  # a message of seven bytes, cut short
+    time.sleep(3600)
 def exits(prompts, responses, truths):
     sys.exit("enough")
 def count(prompts, responses, truths):
@@ -141,12 +146,10 @@ def test_numpy_int_bool_and_generators_are_accepted(functions):
 
 def test_skip_marks_the_rows_that_raise_sleep_spin_or_die(functions, caplog):
     started = time.monotonic()
-    pool = RewardPool(
-        f"{functions}:trouble", workers=2, deadline_s=1.0, on_error="skip", default=-1.0
-    )
+    pool = RewardPool(f"{functions}:trouble", workers=2, deadline_s=1.0, on_error="skip")
     scores, failed = score(pool, ROWS)
     assert time.monotonic() - started < 15
-    assert scores.tolist() == [0, 1, 2, -1, -1, -1, -1, 7]
+    assert scores.tolist() == [0, 1, 2, 0, 0, 0, 0, 7]
     assert failed.tolist() == [False] * 3 + [True] * 4 + [False]
     assert "4 of 8 rows failed; row 3 raised" in caplog.text
     assert "boom in row three" in caplog.text
@@ -182,6 +185,24 @@ def test_processes_that_a_reward_started_end_with_it(functions, tmp_path):
     with RewardPool(f"{functions}:leaves", workers=1, deadline_s=1.0, on_error="skip") as pool:
         assert score(pool, ["0"], mark)[1].all()
     assert left_running(mark) == []
+
+
+def test_a_worker_that_stopped_reading_a_big_batch_is_ended_in_time(functions):
+    with RewardPool(f"{functions}:process", workers=1, deadline_s=0.5, on_error="skip") as pool:
+        for pid in running(functions):
+            os.kill(pid, signal.SIGSTOP)
+        started = time.monotonic()
+        _, failed = score(pool, ["x" * 4_000_000])  # more than a socket's buffer holds
+    assert failed.all()
+    assert time.monotonic() - started < 10
+
+
+def test_a_worker_that_answers_half_is_ended_in_time(functions):
+    with (
+        RewardPool(f"{functions}:half", workers=1, deadline_s=0.5) as pool,
+        pytest.raises(RewardError, match=r"row 0 took longer than 0\.5 s"),
+    ):
+        score(pool, ["0"])
 
 
 def test_slow_functions_are_given_time_once_their_pace_is_known(functions):

@@ -44,7 +44,6 @@ def test_a_file_becomes_pools_and_split_meshes() -> None:
     assert actor.micro_replicas == 2
     assert placement.roles["critic"].mesh_shape == MeshShape(fsdp=4)
     assert placement.roles["reward"].mesh_shape == MeshShape(data=4)
-    assert placement.roles_of("value") == ("critic", "reward")
     assert placement.device_range("value") == range(4, 8)
     assert placement.devices == 8
 
@@ -190,10 +189,26 @@ def test_odd_names_read_back_equal() -> None:
     assert parse_placement(placement.to_toml()) == placement
 
 
+def test_the_presets_of_simulated_devices_run_on_cpu_also_on_a_machine_with_gpus() -> None:
+    for name in preset_names():
+        placement = load_placement(name, ["actor", "reference"])
+        assert placement.platform == ("cpu" if name.startswith("cpu") else None)
+        assert parse_placement(placement.to_toml()) == placement
+    assert "cpu devices" in load_placement("cpu8_split").table()
+    with pytest.raises(ValueError, match="platform = \"cuda\" is unknown; use 'cpu' or 'gpu'"):
+        parse_placement('platform = "cuda"' + GOOD)
+
+
 def test_single_pool() -> None:
     placement = single_pool(["actor", "reference"], 8, processes=2)
     assert placement.pools == {"all": Pool("all", 8, 2)}
     assert placement.roles["reference"].mesh_shape == MeshShape(data=8)
+
+
+def test_a_frozen_role_only_computes() -> None:
+    roles = single_pool(["actor", "reference"], 8, frozen=["reference"]).roles
+    assert (roles["actor"].train, roles["actor"].infer) == (MeshShape(data=8), None)
+    assert (roles["reference"].train, roles["reference"].infer) == (None, MeshShape(data=8))
 
 
 def test_table() -> None:

@@ -147,6 +147,7 @@ def test_what_cannot_be_called_is_refused_with_what_can() -> None:
     [
         (single_pool(["a"], 16), r"16 devices \(all 16\), this process has 8"),
         (single_pool(["a"], 8, processes=2), "processes=2.*runtime='ray'"),
+        (single_pool(["a"], 8, platform="gpu"), "'gpu', JAX in this process is on 'cpu'"),
         (single_pool(["b"], 1), "no section for role 'a'"),
     ],
 )

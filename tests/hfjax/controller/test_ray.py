@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools as Ray actors: worlds of several processes, payload, and every way to fail."""
 
+import dataclasses
 import importlib.util
 import os
+import re
 import socket
 import sys
 import time
@@ -30,10 +32,13 @@ HOST = socket.gethostname()
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    """One Ray session of six CPUs for all tests here; runs reuse it and leave it open."""
+    """One Ray session of six CPUs for all tests here; runs reuse it and leave it open.
+
+    It believes in a GPU that this machine's JAX knows nothing of.
+    """
     ray = pytest.importorskip("ray")
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    ray.init(address="local", num_cpus=6, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -45,6 +50,7 @@ PLACEMENT = Placement(
         "doubler": RolePlacement("doubler", "world", infer=MeshShape(data=2, tensor=2)),
         "other": RolePlacement("other", "single", infer=MeshShape(data=2)),
     },
+    platform="cpu",
 )
 BUILDERS: dict[str, Any] = {
     "summer": Summer,
@@ -55,7 +61,7 @@ BUILDERS: dict[str, Any] = {
 
 
 def run(deadline_s: float = 60.0, **options: Any) -> Models:
-    return start(PLACEMENT, BUILDERS, deadline_s=deadline_s, platform="cpu", **options)
+    return start(PLACEMENT, BUILDERS, deadline_s=deadline_s, **options)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +150,16 @@ def test_the_driver_does_not_wait_before_it_reads(m: Models) -> None:
     assert column.result().tolist() == [1.0, 1.0]  # type: ignore[union-attr]
 
 
+def test_a_workers_warning_is_logged_by_the_driver_once(
+    m: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("it is odd", "it is odd", "it is odder"):
+        m.doubler.warn(text=text).result()  # on two ranks
+    messages = [re.sub("rank .", "rank R", record.getMessage()) for record in caplog.records]
+    where = f"role 'doubler', warn at step {m.step} (rank R of pool 'world' on host {HOST})"
+    assert messages == [f"{where}: toys: it is odd", f"{where}: toys: it is odder"]
+
+
 def test_nothing_compiles_twice(m: Models) -> None:
     batch = Batch(x=np.arange(4))
     m.summer.sums(batch)
@@ -206,10 +222,18 @@ def test_a_stuck_rank_says_where_it_stands() -> None:
             models.drain()
 
 
+def test_jax_platforms_of_the_caller_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    runtime = ray_pool.RayRuntime("cpu")
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    runtime.close()
+    assert os.environ["JAX_PLATFORMS"] == "cuda,cpu"
+
+
 def test_the_first_error_is_seen_once_and_a_rerun_works() -> None:
     broken = {**BUILDERS, "doubler": partial(Doubler, factor=0)}
     with pytest.raises(RoleError, match=r"role 'doubler', build.*no model at /nowhere"):
-        start(PLACEMENT, broken, platform="cpu")
+        start(PLACEMENT, broken)
     with run() as models:
         assert models.summer.sums(Batch(x=np.arange(3)))["sum"].tolist() == [3.0] * 3
 
@@ -244,7 +268,7 @@ def test_code_that_workers_cannot_import_travels_by_value(
     monkeypatch.setitem(sys.modules, "mine", mine)
     spec.loader.exec_module(mine)
     builders = {"other": partial(mine.Mine, loss=partial(mine.loss))}
-    with start(single_pool(["other"], 1), builders, platform="cpu") as models:
+    with start(single_pool(["other"], 1, platform="cpu"), builders) as models:
         assert models.other.compute(Batch(x=np.arange(3)))["loss"].tolist() == [1, 3, 5]
 
 
@@ -253,7 +277,7 @@ def test_code_that_workers_cannot_import_travels_by_value(
     [
         (
             {"rollout": Pool("rollout", 6, 6), "train": Pool("train", 4, 4)},
-            r"ask for 10 CPU \(rollout: 6 process\(es\), train: 4 .*cluster has 6 CPU on 1 node",
+            r"ask for 10 CPU \(rollout: 6 process\(es\), train: 4 .*has 6 CPU, 1 GPU on 1 node",
         ),
         ({"big": Pool("big", 64, 64)}, r"ask for 64 CPU \(big: 64"),
     ],
@@ -267,15 +291,23 @@ def test_pools_that_the_cluster_cannot_hold_are_refused_at_once(
     }
     begun = time.monotonic()
     with pytest.raises(ValueError, match=message):
-        start(Placement(pools, roles), dict.fromkeys(roles, Doubler), platform="cpu")
+        start(Placement(pools, roles, "cpu"), dict.fromkeys(roles, Doubler))
     assert time.monotonic() - begun < 5
 
 
 def test_gpus_that_are_not_there_are_refused_by_pool() -> None:
     with pytest.raises(
-        ValueError, match=r"\[pool\.world\] a process asks for 1 CPU, 2 GPU .* 0 GPU"
+        ValueError, match=r"\[pool\.world\] a process asks for 1 CPU, 2 GPU .* 1 GPU"
     ):
-        start(PLACEMENT, BUILDERS, platform="gpu")
+        start(dataclasses.replace(PLACEMENT, platform="gpu"), BUILDERS)
+
+
+def test_a_gpu_that_jax_cannot_use_is_named_with_what_is_installed() -> None:
+    message = r"1 gpu devices were asked for, . of 'cpu' found .*installed: .*jaxlib [\d.]+.*cuda12"
+    with pytest.raises(RuntimeError, match=message):
+        start(single_pool(["other"], 1), {"other": Summer})
+    with start(single_pool(["other"], 2, platform="cpu"), {"other": Summer}) as models:
+        assert models.other.facts().result()[0]["platform"] == "cpu"
 
 
 def test_pools_that_others_hold_are_refused_with_what_is_free(
@@ -283,8 +315,10 @@ def test_pools_that_others_hold_are_refused_with_what_is_free(
 ) -> None:
     """The module's own run holds three of the six CPUs; the reservation is released again."""
     monkeypatch.setattr(ray_pool, "RESERVE_TIMEOUT_S", 1)
-    placement = single_pool(["other"], 4, processes=4)
-    message = r"4 CPU \(all: 4.*not free within 1 s; the cluster has 6 CPU, now available 3 CPU"
+    placement = single_pool(["other"], 4, processes=4, platform="cpu")
+    message = (
+        r"4 CPU \(all: 4.*not free within 1 s; the cluster has 6 CPU, 1 GPU, now available 3 CPU"
+    )
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
-            start(placement, {"other": Summer}, platform="cpu")
+            start(placement, {"other": Summer})

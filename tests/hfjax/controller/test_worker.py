@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of a worker process, and the probe that answers for a stuck one."""
 
+import copy
 import os
 import socket
 import threading
@@ -9,7 +10,7 @@ import pytest
 
 from hfjax.controller import probe
 from hfjax.controller.ray_pool import COORDINATOR_PORTS, reserve_port
-from hfjax.controller.worker import join, worker_environment
+from hfjax.controller.worker import RoleContext, RoleError, Worker, join, worker_environment
 
 
 def test_the_device_count_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,27 @@ def test_a_probe_answers_while_its_thread_is_stuck() -> None:
     finally:
         released.set()
         thread.join()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_users_mistake_reads_the_same_in_every_process(local: bool) -> None:
+    """One line and a mark that survives the way to the driver; other failures keep their trace."""
+    worker = Worker("all", local=local)
+
+    def refuses(context: RoleContext) -> None:
+        raise ValueError("lr=-1: must be 0 or more")
+
+    def fails(context: RoleContext) -> None:
+        raise RuntimeError("boom")
+
+    found = []
+    for builder in (refuses, fails):
+        with pytest.raises(RoleError) as caught:
+            worker.build("actor", builder, None)
+        found.append(copy.copy(caught.value))  # by __reduce__, as between processes
+    assert [error.refusal for error in found] == [True, False]
+    assert str(found[0]).endswith("ValueError: lr=-1: must be 0 or more")
+    assert ("Traceback" in str(found[1])) is not local
 
 
 def test_nobody_answers_a_probe_of_a_port_that_is_only_reserved() -> None:

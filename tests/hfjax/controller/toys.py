@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small roles for the controller's tests: arithmetic, collectives, and ways to fail."""
 
+import logging
 import os
 import signal
 import time
@@ -56,6 +57,11 @@ class Doubler:
             "devices": len(self.context.devices),
             "factor": self.factor,
         }
+
+    @method(ONE_TO_ALL)
+    def warn(self, *, text: str) -> None:
+        logging.getLogger("toys").info("hidden")
+        logging.getLogger("toys").warning("%s", text)
 
     @method(THREE_D_PROTO, reads=("x",), writes=("y",))
     def wrong(self, shard: Shard) -> Answer:

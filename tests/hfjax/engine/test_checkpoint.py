@@ -179,6 +179,40 @@ def test_another_model_is_refused_not_cast_cut_or_padded(tmp_path: Path) -> None
         restore_role(path, {"v": wanted["w"]})
 
 
+def test_padding_for_one_mesh_is_neither_saved_nor_missed_on_another(tmp_path: Path) -> None:
+    """21 rows filled up to 24 for eight devices, to 21 for one and to 22 for two."""
+    w = np.arange(1, 22 * 3 - 2, dtype=np.float32).reshape(21, 3)
+    real = {"w": jax.ShapeDtypeStruct(w.shape, w.dtype)}
+
+    def placed(devices: int) -> Any:
+        shape = MeshShape(tensor=devices)
+        mesh = make_mesh(jax.devices()[:devices], shape)
+        return shardings(mesh, train_layout(shape, kv_heads=8), {"w": ("vocab", "norm")})
+
+    def padded(rows: int) -> np.ndarray:
+        return np.pad(w, [(0, rows - 21), (0, 0)])
+
+    before = jax.device_put({"w": padded(24)}, placed(8))
+    save_role(tmp_path / "actor", before, real)
+    for devices, rows in ((8, 24), (1, 21), (2, 22)):
+        spec = jax.ShapeDtypeStruct((rows, 3), w.dtype, sharding=placed(devices)["w"])
+        back = restore_role(tmp_path / "actor", {"w": spec}, real)
+        np.testing.assert_array_equal(np.asarray(back["w"]), padded(rows))
+        assert back["w"].sharding == spec.sharding
+    with pytest.raises(ValueError, match=r"w: saved float32\[21, 3\], here float32\[20, 3\]"):
+        restore_role(tmp_path / "actor", {"w": spec}, {"w": jax.ShapeDtypeStruct((20, 3), w.dtype)})
+
+
+def test_a_part_is_read_alone(tmp_path: Path) -> None:
+    state = _state(MeshShape(fsdp=2))
+    save_role(tmp_path / "actor", state)
+    wanted = {"params": _abstract(MeshShape())["params"]}
+    back = restore_role(tmp_path / "actor", wanted, whole=False)
+    _assert_same_bits(back, {"params": state["params"]})
+    with pytest.raises(ValueError, match="which this run has not"):
+        restore_role(tmp_path / "actor", wanted)
+
+
 def test_saving_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture, caplog: Any) -> None:
     path, wanted = _small(tmp_path)
     restore_role(path, wanted)
@@ -272,4 +306,4 @@ def test_unwritable_directories_are_refused_at_once(kind: str, tmp_path: Path) -
     else:
         root = Path("/proc/hfjax")  # nobody, not even root, makes directories there
     with pytest.raises(ValueError, match=f"{root}/checkpoints cannot be written"):
-        CheckpointStore(root / "checkpoints")
+        CheckpointStore(root / "checkpoints").make_root()

@@ -432,6 +432,20 @@ def test_no_more_programs_than_buckets(in_buckets, caplog):
     assert decoder.programs == 3
 
 
+def test_a_cache_of_full_size_is_not_copied_for_the_last_segment(monkeypatch):
+    """Segments end at 2, 4, 6 and 8, buckets are 2, 4 and 7: the last segment has its room."""
+    rig = Rig(TABLE, path_params([12, 13, 12]), segment=2)
+    grown, grow = [], rig.decoder._grow
+
+    def growing(responses, slots):
+        grown.append(slots)
+        return grow(responses, slots=slots)
+
+    monkeypatch.setattr(rig.decoder, "_grow", growing)
+    assert len(tokens(rig([[12]], max_new_tokens=7, greedy=True))[0]) == 7
+    assert grown == [4, 7]
+
+
 # Refusals
 
 

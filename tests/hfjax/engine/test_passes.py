@@ -40,6 +40,12 @@ def test_every_row_comes_back_in_its_place(
 def test_a_process_without_rows_places_fillers() -> None:
     empty = np.zeros((0, 3), np.float32)
     held = np.zeros(0, np.int64)
-    placed = _passes(2)._place(empty, held, np.arange(4), filler=7)
+    placed = _passes(2)._place(empty, held, np.arange(4), n_rows=0, filler=7)
     np.testing.assert_array_equal(placed, np.full((4, 3), 7, np.float32))
     assert passes._collected([(np.arange(4), placed)], held).shape == (0, 3)
+
+
+def test_a_row_that_its_process_lacks_is_refused_and_not_computed_as_zeros() -> None:
+    shard = Shard({"x": np.ones((3, 3), np.float32)}, np.array([0, 1, 3]), 4, 1, 0)
+    with pytest.raises(ValueError, match=r"rows \[2\] belong to this process, which lacks them"):
+        _passes(2).over(shard, ("x",), lambda x: x)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will do, checked on the driver: no process has been started, no file written."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from hfjax.config import RolloutConfig
+from hfjax.data import HeldOut, Source, extent, make_sources
+from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
+from hfjax.items import PROMPTS
+from hfjax.models.hf import check_files, load_config, resolve_model
+from hfjax.rewards import FunctionReward
+from hfjax.roles import (
+    Actor,
+    ModelRole,
+    Reward,
+    TrainedRole,
+    check_model,
+    role_class,
+    stop_ids,
+)
+from hfjax.tokenizer import check_vocabulary, load_tokenizer
+from meshes.placement import Placement, load_placement, single_pool
+
+LOOK_TIMEOUT_S = 120
+EVAL_ROWS = 64  # an evaluation batch has these, or a step's rows where they are more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run whose settings, model, data and placement fit together."""
+
+    config: Any
+    model: str  # its files, absolute
+    source: Source  # of training batches
+    held_out: HeldOut | None
+    n: int  # rows a prompt
+    steps: int
+    builders: Mapping[str, partial[Any]]  # a role's class with its settings
+    placement: Placement
+
+    @property
+    def rollout(self) -> RolloutConfig | None:
+        """None where nothing is generated."""
+        return getattr(self.config, "rollout", None)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a step."""
+        return self.config.data.prompts_per_step * self.n
+
+    @property
+    def eval_rows(self) -> int:
+        """Rows of an evaluation batch: what a step's memory allows, no more than there are."""
+        there = len(self.held_out.items) if self.held_out else 0
+        return min(max(EVAL_ROWS, self.rows), there)
+
+    @property
+    def trained(self) -> list[str]:
+        """Roles with a training state."""
+        return [k for k, b in self.builders.items() if issubclass(role_class(b), TrainedRole)]
+
+    def sizes(self) -> str:
+        """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
+        prompts = self.config.data.prompts_per_step
+        parts = [f"a step: {prompts} prompts x {self.n} = {self.rows} rows"]
+        for role in self.trained:
+            t = getattr(self.config, role)
+            mini = t.minibatch_sequences or self.rows
+            micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
+            updates = t.epochs * (self.rows // mini)
+            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
+        return f"{'; '.join(parts)}; {self.steps} steps"
+
+
+def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
+    """The plan of a run that began at `now`; ValueError names what cannot work."""
+    if config.runtime == "ray":
+        jax.config.update("jax_platforms", "cpu")  # the accelerators are the workers'
+    getattr(algorithm, "check", lambda config: None)(config)
+    rollout = getattr(config, "rollout", None)
+    n = rollout.n if rollout else 1
+    model = str(resolve_model(config.model).resolve())
+    data = config.data
+    if rollout and config.reward.model:
+        data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
+    kind = getattr(algorithm, "DATA", PROMPTS)
+    source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed, now=now)
+    if config.eval_every and held_out is None:
+        raise ValueError(f"eval_every={config.eval_every}: set data.eval too, or leave it 0")
+    steps = config.steps or config.epochs * source.steps_per_epoch
+    builders = _builders(algorithm.roles(config.algorithm), config, model, steps)
+    plan = Plan(
+        config=config,
+        model=model,
+        source=source,
+        held_out=held_out,
+        n=n,
+        steps=steps,
+        builders=builders,
+        placement=_placement(config, builders),
+    )
+    tokens, highest_id = _extent(plan)
+    for role in plan.trained:
+        _check_micro(plan, role, tokens)
+    for role, place in plan.placement.roles.items():
+        check_model(builders[role], place, tokens, highest_id)
+        _check_weights(builders[role])
+        if (other := builders[role].keywords["model"]) != model:
+            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
+    if rollout:
+        _check_stops(model, rollout)
+    return plan
+
+
+def _builders(
+    roles: Mapping[str, Any], config: Any, model: str, steps: int
+) -> dict[str, partial[Any]]:
+    """The algorithm's roles with the run's settings bound to them."""
+    rollout = getattr(config, "rollout", None)
+    rows = config.data.prompts_per_step * (rollout.n if rollout else 1)
+    weights = {"model": model, "random": config.init == "random", "seed": config.seed}
+    bound: dict[str, partial[Any]] = {}
+    for role, builder in roles.items():
+        kind = role_class(builder)
+        if issubclass(kind, TrainedRole):
+            training = _training(role, getattr(config, role), rows, steps)
+            more = {"rollout": rollout} if issubclass(kind, Actor) else {}
+            bound[role] = partial(builder, **weights, training=training, **more)
+        elif issubclass(kind, Reward):
+            bound[role] = _reward(builder, config.reward, model)
+        elif issubclass(kind, ModelRole):
+            temperature = rollout.temperature if rollout else 1.0
+            dtype = config.actor.compute_dtype
+            bound[role] = partial(builder, **weights, compute_dtype=dtype, temperature=temperature)
+        else:
+            bound[role] = builder
+    return bound
+
+
+def _training(role: str, training: Any, rows: int, steps: int) -> Any:
+    """The settings with the schedule sized in this run's optimizer updates."""
+    minibatch = training.minibatch_sequences or rows
+    if rows % minibatch:
+        legal = [k for k in range(1, rows + 1) if rows % k == 0]
+        raise ValueError(
+            f"{role}.minibatch_sequences={minibatch} does not divide the {rows} rows of a step "
+            f"(data.prompts_per_step x rollout.n); use one of {legal}"
+        )
+    if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
+        return training
+    updates = steps * training.epochs * (rows // minibatch)
+    optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
+    return dataclasses.replace(training, optimizer=optimizer)
+
+
+def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
+    """The score model on devices, or the function beside the controller."""
+    if reward.model:
+        return partial(builder, model=str(resolve_model(reward.model)))
+    if not reward.function:
+        raise ValueError("reward: set reward.function=module:function or reward.model=DIR")
+    return partial(FunctionReward, model=model, reward=reward)
+
+
+def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+    placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
+    frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
+    if config.placement:
+        placement = load_placement(config.placement, placed)
+        for role, place in placement.roles.items():
+            right, wrong = ("infer", "train") if role in frozen else ("train", "infer")
+            if getattr(place, right) is None:
+                does = "only computes" if role in frozen else "is updated"
+                raise ValueError(
+                    f"placement {config.placement}: [{role}] {wrong}: this role {does}; "
+                    f"write {right} in its place"
+                )
+        return placement
+    platform, devices = _devices_found(config.runtime)
+    return single_pool(placed, devices, frozen=frozen, platform=platform)
+
+
+def _devices_found(runtime: str) -> tuple[str | None, int]:
+    """Platform (None: this process's) and devices of this host.
+
+    For runtime ray a child process looks, so that this one holds none.
+    """
+    if runtime == "local":
+        return None, len(jax.devices())
+    code = "import jax; print(jax.default_backend(), len(jax.devices()))"
+    look = [sys.executable, "-c", code]
+    try:
+        found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"JAX did not find devices within {LOOK_TIMEOUT_S} s; set --placement"
+        ) from None
+    if found.returncode:
+        raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
+    platform, devices = found.stdout.split()[-2:]
+    return platform, int(devices)
+
+
+def _extent(plan: Plan) -> tuple[int, int]:
+    """Tokens of the longest row there can be, and the highest id, the actor's own included."""
+    sets = [plan.source.items] + ([plan.held_out.items] if plan.held_out else [])
+    lengths, ids = zip(*map(extent, sets), strict=True)
+    if plan.rollout is None:
+        return max(lengths), max(ids)
+    vocab = load_config(plan.model).vocab
+    return max(lengths) + plan.rollout.max_new_tokens, max(*ids, vocab - 1)
+
+
+def _check_micro(plan: Plan, role: str, tokens: int) -> None:
+    """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
+    training = getattr(plan.config, role)
+    replicas = plan.placement.roles[role].replicas
+    if training.micro_sequences:
+        rows = training.minibatch_sequences or plan.rows
+        check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
+    if training.micro_tokens:
+        check_micro_tokens(training.micro_tokens, tokens, replicas, f"{role}.")
+
+
+def _check_weights(builder: partial[Any]) -> None:
+    """Refuses files that lack a parameter of the role's model; new weights need none."""
+    role, settings = role_class(builder), builder.keywords
+    if issubclass(role, ModelRole) and not settings.get("random"):
+        check_files(settings["model"], load_config(settings["model"]), role.head)
+
+
+def _check_stops(model: str, rollout: RolloutConfig) -> None:
+    """Refuses responses that nothing can end."""
+    ids, vocab = stop_ids(model), load_config(model).vocab
+    if not ids and not rollout.ignore_eos:
+        raise ValueError(
+            f"{model} names no end token (eos_token_id in its configs, eos_token of the "
+            "tokenizer); add one, or set rollout.ignore_eos"
+        )
+    if ids and max(ids) >= vocab:
+        raise ValueError(
+            f"end token {max(ids)} of {model} is outside its vocabulary of {vocab}; mend "
+            "eos_token_id in its configs, or use the tokenizer that belongs to it"
+        )
