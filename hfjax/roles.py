@@ -26,7 +26,7 @@ from hfjax.controller.protocol import (
 from hfjax.controller.worker import RoleContext
 from hfjax.engine.checkpoint import restore_role, save_role
 from hfjax.engine.decode import Decoder
-from hfjax.engine.hybrid import Relay
+from hfjax.engine.hybrid import Relay, Weights
 from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.replicas import Replicas
@@ -179,31 +179,25 @@ class TrainedRole(ModelRole):
         self.saved = saved_state(self.model, self.head, training.optimizer)
         if checkpoint:
             abstract = self.trainer.abstract_state()
-            self.set_state(restore_role(checkpoint, abstract, self.saved))
+            state = restore_role(checkpoint, abstract, self.saved)
         else:
-            self.set_state(self.trainer.init_state(self.params))
+            state = self.trainer.init_state(self.params)
+        self.params: Any = None  # the state owns them
+        self.held = Weights(self.replicas, state, self.make_relay())
+
+    def make_relay(self) -> Relay | None:
+        """The way to the layout of generation, for a model that generates."""
 
     def placed(self) -> Any:
         """The shardings of the float32 master weights."""
         return self.replicas.state_shardings
 
-    def set_state(self, state: TrainState) -> None:
-        """Takes a new training state."""
-        self.train_state = state
-        self.params: Any = None  # what passes read; made from the master weights when asked for
-
     def weights(self) -> Any:
         """The weights in the training layout and the dtype of computation."""
-        if self.params is None:
-            self.params = self.replicas.weights(self.train_state.params)
-        return self.params
-
-    def settle(self) -> None:
-        """Brings the master weights to where updates and checkpoints expect them."""
+        return self.held.train()
 
     def update(self, shard: Shard, prefix: str) -> Answer:
         """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""
-        self.settle()
         size = self.training.minibatch_sequences or shard.n_rows
         total: dict[str, Any] = {}
         for _ in range(self.training.epochs):
@@ -216,8 +210,8 @@ class TrainedRole(ModelRole):
                     micro_tokens=self.training.micro_tokens,
                     bucket=WIDTH_BUCKET,
                 )
-                state, metrics = self.trainer.update(self.train_state, micros)
-                self.set_state(state)
+                state, metrics = self.trainer.update(self.held.state(), micros)
+                self.held.take(state)
                 total = merge(total, metrics)
         metrics = {f"{prefix}/{name}": value for name, value in finalize(total).items()}
         return Answer({}, shard.rows, metrics)
@@ -225,8 +219,7 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:
         """Writes the training state under `path`."""
-        self.settle()
-        save_role(path, self.train_state, self.saved)
+        save_role(path, self.held.state(), self.saved)
 
 
 class Actor(TrainedRole):
@@ -244,28 +237,29 @@ class Actor(TrainedRole):
     ) -> None:
         """`rollout` None: an actor that never generates."""
         temperature = rollout.temperature if rollout else 1.0
-        super().__init__(context, temperature=temperature, seed=seed, **trained)
         self.seed, self.rollout = seed, rollout
-        if rollout is None:
-            return
-        layout = generate_layout(
-            self.shape, kv_heads=self.config.kv_heads, relay=self.placement.relay
-        )
-        self.generation = Passes(self.mesh, layout)
-        dtype = self.replicas.weight_dtype
-        shapes, _ = abstract_params(self.config, self.head, dtype)
-        self.relay = Relay(
-            *(self.mesh, self.layout, layout, shapes, self.axes, self.compute_dtype),
+        super().__init__(context, temperature=temperature, seed=seed, **trained)
+        if rollout:
+            layout = self.generate_layout()
+            self.generation = Passes(self.mesh, layout)
+            self.decoder = Decoder(self.config, self.mesh, layout)
+            self.stop_ids = stop_ids(self.model)
+
+    def generate_layout(self) -> Layout:
+        """Where weights and rows lie while it generates."""
+        kv_heads, relay = self.config.kv_heads, self.placement.relay
+        return generate_layout(self.shape, kv_heads=kv_heads, relay=relay)
+
+    def make_relay(self) -> Relay | None:
+        """From training to generation."""
+        if self.rollout is None:
+            return None
+        shapes, _ = abstract_params(self.config, self.head, self.replicas.weight_dtype)
+        return Relay(
+            *(self.mesh, self.layout, self.generate_layout(), shapes, self.axes),
+            self.compute_dtype,
             by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
         )
-        self.decoder = Decoder(self.config, self.mesh, layout)
-        self.stop_ids = stop_ids(self.model)
-
-    def set_state(self, state: TrainState) -> None:
-        """Takes a new training state; weights laid out for generation are stale then."""
-        self.generate_params: Any = None
-        self.away = False  # the master weights lie within those of generation
-        super().set_state(state)
 
     def sampling(self, n: int, *, greedy: bool) -> Sampling:
         """The rollout's settings for n responses a prompt; greedy ones ignore the filters."""
@@ -304,13 +298,15 @@ class Actor(TrainedRole):
         are re-laid first if they changed. rollout_log_probs are those of logits / temperature over
         the whole vocabulary, rollout_truncated_log_probs those over what the filters left.
         """
-        relay_s = self.relay_weights()
+        start_s = time.perf_counter()
+        weights = self.held.generate()
+        relay_s = time.perf_counter() - start_s
         n, place = shard.group, self.generation.placer(shard)
         sampling = self.sampling(n, greedy=greedy)
         default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
         limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
         out = self.decoder.generate(
-            self.generate_params,
+            weights,
             place(shard.columns["prompt_ids"][::n], n),
             place(shard.columns["prompt_length"][::n], n, filler=1),
             place(shard.columns["row_id"].reshape(-1, n), n),
@@ -330,40 +326,6 @@ class Actor(TrainedRole):
         columns = self.generation.collect(shard, arrays)
         return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
 
-    def relay_weights(self) -> float:
-        """Lays changed weights out for generation; the seconds it took.
-
-        Training weights that can be sliced back are not kept meanwhile, the master neither where
-        it is the same arrays (float32 generation).
-        """
-        start_s = time.perf_counter()
-        if self.generate_params is None:
-            weights, state = self.weights(), self.train_state
-            release = self.relay.contained
-            generate = self.relay.to_generate(weights, release=release)
-            self.generate_params = jax.block_until_ready(generate)
-            if release:
-                self.params = None
-                self.away = weights is state.params
-                self.train_state = state.replace(params=None) if self.away else state
-        return time.perf_counter() - start_s
-
-    def weights(self) -> Any:
-        """The weights in the training layout; those of generation are dropped for them."""
-        if self.params is None and self.generate_params is not None:
-            self.params = self.relay.to_train(self.generate_params, release=True)
-            self.generate_params = None
-            if self.away:
-                self.train_state = self.train_state.replace(params=self.params)
-                self.away = False
-        return super().weights()
-
-    def settle(self) -> None:
-        """Master weights back in their place, those of generation and copies dropped."""
-        if self.away:
-            self.weights()
-        self.generate_params = self.params = None
-
     @method(
         THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
     )
@@ -375,7 +337,7 @@ class Actor(TrainedRole):
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_actor(self, shard: Shard) -> Answer:
-        """Updates the policy; the weights laid out for generation are dropped before."""
+        """Updates the policy."""
         return self.update(shard, "actor")
 
 

@@ -7,7 +7,7 @@ way there is all-gathers over the axes that generation drops, the way back a sli
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hfjax.engine.replicas import Replicas
+from hfjax.engine.train import TrainState
 from hfjax.models.llama import Params
 from meshes.layouts import Layout, check, is_axes
 from meshes.mesh import AXES
@@ -197,6 +199,59 @@ class Relay:
     def _bytes(self, bucket: Any, shardings: list[NamedSharding]) -> int:
         sizes = (math.prod(shardings[i].shard_shape(self._shapes[i].shape)) for i in bucket)
         return sum(sizes) * self._dtype.itemsize
+
+
+class Weights:
+    """What one model holds: the training state, and copies of its weights where passes need them.
+
+    Copies are made when asked for and dropped when the state changes. The actor's generation
+    weights take the place of the training ones where they contain them, the master included where
+    it is the same arrays (float32 generation); these are sliced back, bit-equal, when needed.
+    """
+
+    def __init__(self, replicas: Replicas, state: TrainState, relay: Relay | None = None) -> None:
+        """`relay` None: a model that never generates."""
+        self._replicas, self._relay = replicas, relay
+        self.take(state)
+
+    def take(self, state: TrainState) -> None:
+        """A new training state; all copies are stale."""
+        self._state, self._train, self._generate = state, None, None
+        self._master_away = False
+
+    def state(self) -> TrainState:
+        """The training state, master weights in place, to update or save; copies are dropped."""
+        if self._master_away:
+            self.train()
+        self._train = self._generate = None
+        return self._state
+
+    def train(self) -> Params:
+        """The weights in the training layout, as passes read them."""
+        if self._train is None and self._generate is not None:
+            assert self._relay is not None
+            self._train = self._relay.to_train(self._generate, release=True)
+            self._generate = None
+            if self._master_away:
+                self._state = replace(self._state, params=self._train)
+                self._master_away = False
+        if self._train is None:
+            self._train = self._replicas.weights(self._state.params)
+        return self._train
+
+    def generate(self) -> Params:
+        """The weights in the generation layout and dtype."""
+        assert self._relay is not None, "this model was built without a relay"
+        if self._generate is None:
+            weights, release = self.train(), self._relay.contained
+            generate = self._relay.to_generate(weights, release=release)
+            self._generate = jax.block_until_ready(generate)
+            if release:
+                self._master_away = weights is self._state.params
+                self._train = None
+                if self._master_away:
+                    self._state = replace(self._state, params=None)
+        return self._generate
 
 
 def _sharding_axes(mesh: Mesh, layout: Layout, logical: str | None) -> tuple[str, ...]:

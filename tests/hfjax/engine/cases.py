@@ -62,10 +62,10 @@ def lut_params(head="lm", **leaves):
     return params | {"embed": np.eye(16, dtype=np.float32)} | leaves
 
 
-def replicas_of(shape, head="lm", cfg=CFG, *, dtype="float32", zero=3):
+def replicas_of(shape, head="lm", cfg=CFG, *, dtype="float32", zero=3, relay="hybrid"):
     mesh, _ = lay_out(shape, cfg)
-    layout = train_layout(shape, kv_heads=cfg.kv_heads, zero=zero)
-    return Replicas(mesh, layout, *abstract_params(cfg, head), dtype)
+    layout = train_layout(shape, kv_heads=cfg.kv_heads, zero=zero, relay=relay)
+    return Replicas(mesh, layout, *abstract_params(cfg, head), dtype, relay=relay)
 
 
 def place_params(params, shape, head="lm", cfg=CFG):

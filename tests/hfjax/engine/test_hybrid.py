@@ -1,19 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relay: the same weights, the fewest bytes, shared buffers where nothing moves."""
 
-from itertools import chain
+from itertools import chain, pairwise
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.engine.hybrid import Relay
-from hfjax.engine.meter import meter
+from hfjax.engine.hybrid import Relay, Weights
+from hfjax.engine.meter import held_bytes, meter
+from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.train import OptimizerConfig, Trainer
 from hfjax.models.llama import abstract_params
 from meshes.layouts import generate_layout, shardings, train_layout
 from meshes.mesh import MeshShape, make_mesh
-from tests.hfjax.engine.cases import CFG, host_params
+from tests.hfjax.engine.cases import (
+    CFG,
+    COLUMNS,
+    host_params,
+    lm_loss,
+    make_batch,
+    replicas_of,
+)
 
 SHAPES = {
     "tensor 4 to 2": MeshShape(data=2, tensor=2, tensor_micro=2),
@@ -182,3 +191,65 @@ def test_bytes_of_layer_weights_are_those_of_the_paper(mode, received):
             assert traffic.bytes_received == weight.nbytes * received
             checked += 1
     assert checked == 7  # wq, wk, wv, wo, w_gate, w_up, w_down
+
+
+# --- one copy of the weights ----------------------------------------------------------------------
+
+
+def make_weights(shape, *, dtype="float32", zero=3, mode="hybrid"):
+    """An actor's weights on a mesh, and the trainer of their state."""
+    replicas = replicas_of(shape, dtype=dtype, zero=zero, relay=mode)
+    trainer = Trainer(CFG, "lm", replicas, OptimizerConfig(lr=0.1), lm_loss, columns=COLUMNS)
+    after = generate_layout(shape, kv_heads=CFG.kv_heads, relay=mode)
+    shapes, axes = abstract_params(CFG, "lm", replicas.weight_dtype)
+    relay = Relay(replicas.mesh, replicas.layout, after, shapes, axes, jnp.dtype(dtype))
+    state = trainer.init_state(jax.device_put(host_params(), replicas.state_shardings))
+    return trainer, Weights(replicas, state, relay), relay
+
+
+HOLDINGS = {  # layout, dtype of computation and generation, stage of ZeRO
+    "float32": (SHAPES["tensor 4 to 2"], "float32", 3),
+    "float32, fsdp": (SHAPES["fsdp 2, tensor 4 to 2"], "float32", 3),
+    "float32, zero 1": (SHAPES["fsdp 2, tensor 4 to 2"], "float32", 1),
+    "float32, pipe": (SHAPES["pipe 2 to 1, tensor 4 to 2"], "float32", 3),
+    "bfloat16": (SHAPES["tensor 4 to 2"], "bfloat16", 3),
+    "bfloat16, fsdp": (SHAPES["fsdp 2, tensor 4 to 2"], "bfloat16", 3),
+    "bfloat16, zero 2": (SHAPES["fsdp 2, tensor 4 to 2"], "bfloat16", 2),
+}
+
+
+@pytest.mark.parametrize("name", list(HOLDINGS))
+def test_no_weight_is_held_twice_while_generating(name):
+    """Beside the generation shard there is the optimizer's state: moments, and a master in float32
+    where generation's dtype is another, or ZeRO-1 and 2 gather what they train with.
+    """
+    shape, dtype, zero = HOLDINGS[name]
+    _, weights, _ = make_weights(shape, dtype=dtype, zero=zero)
+    device = jax.devices()[0]
+    master_is_what_generates = dtype == "float32" and zero == 3
+    before = jax.tree.map(np.asarray, weights.state().params)
+    master, moments = (
+        held_bytes(tree)[device] for tree in (weights.state().params, weights.state().opt_state)
+    )
+    weights.train()
+    generate = weights.generate()
+    everything = [weights._state.params, weights._train, generate]
+    beside = held_bytes(everything)[device] - held_bytes(generate)[device]
+    assert beside == (0 if master_is_what_generates else master)
+    assert held_bytes(weights._state.opt_state)[device] == moments
+    after = weights.state()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, after.params))
+
+
+def test_generation_follows_every_update():
+    """Large updates between generations: the weights are the new ones each time, bit for bit."""
+    trainer, weights, _ = make_weights(SHAPES["tensor 4 to 2"])
+    micros = cut_micros(make_batch(), replicas=2)
+    seen = []
+    for _ in range(3):
+        seen.append(np.asarray(weights.generate()["layers"]["wq"]))
+        np.testing.assert_array_equal(seen[-1], np.asarray(weights.train()["layers"]["wq"]))
+        weights.generate()
+        state, _ = trainer.update(weights.state(), micros)
+        weights.take(state)
+    assert all(np.abs(a - b).max() > 0.05 for a, b in pairwise(seen))
