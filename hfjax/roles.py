@@ -28,6 +28,7 @@ from hfjax.engine.checkpoint import restore_role, save_role
 from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay, Weights
 from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.offload import to_device, to_host
 from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
@@ -126,6 +127,7 @@ class ModelRole:
             self.params = init_params(self.config, self.head, key, placed, dtype)
         elif loads:
             self.params = load_params(model, self.config, self.head, placed, dtype)
+        self.rest()
 
     def placed(self) -> Any:
         """The shardings that weights are loaded into."""
@@ -133,11 +135,20 @@ class ModelRole:
 
     def weights(self) -> Any:
         """The weights in the training layout and the dtype of computation."""
+        if self.placement.offload:
+            self.params = to_device(self.params)
         return self.params
+
+    def rest(self) -> None:
+        """What is to be done after a call: offloaded weights leave the devices."""
+        if self.placement.offload:
+            self.params = to_host(self.params)
 
     def forward(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
         """Host arrays of what compute(params, *columns) gives for the shard's rows."""
-        return self.passes.over(shard, names, partial(compute, self.weights()))
+        found = self.passes.over(shard, names, partial(compute, self.weights()))
+        self.rest()
+        return found
 
 
 class TrainedRole(ModelRole):
@@ -183,7 +194,8 @@ class TrainedRole(ModelRole):
         else:
             state = self.trainer.init_state(self.params)
         self.params: Any = None  # the state owns them
-        self.held = Weights(self.replicas, state, self.make_relay())
+        relay, offload = self.make_relay(), self.placement.offload
+        self.held = Weights(self.replicas, state, relay, offload=offload)
 
     def make_relay(self) -> Relay | None:
         """The way to the layout of generation, for a model that generates."""
@@ -195,6 +207,9 @@ class TrainedRole(ModelRole):
     def weights(self) -> Any:
         """The weights in the training layout and the dtype of computation."""
         return self.held.train()
+
+    def rest(self) -> None:
+        """Weights stay; moments have left after the update."""
 
     def update(self, shard: Shard, prefix: str) -> Answer:
         """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""

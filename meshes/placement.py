@@ -68,7 +68,7 @@ class RolePlacement:
     generate: MeshShape | None = None
     zero: int = 3  # what `fsdp` shards: 1 optimizer state, 2 and gradients, 3 and weights
     relay: str = HYBRID  # how weights move from training to generation
-    offload: bool = False
+    offload: bool = False  # weights (of a trained role its moments) rest in host memory
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -139,8 +139,8 @@ class RolePlacement:
             yield f"zero = {_toml(self.zero)}: stages of ZeRO over fsdp are {either(ZERO)}"
         if self.relay not in RELAYS:
             yield f"relay = {self.relay!r} is unknown; use {either(map(repr, RELAYS))}"
-        if self.offload is not False:
-            yield f"offload = {_toml(self.offload)} is not supported yet; use offload = false"
+        if type(self.offload) is not bool:
+            yield f"offload = {_toml(self.offload)}: must be true or false"
         base, where = self.base, "train" if self.train else "infer"
         if base.pipe > 1 and base.fsdp > 1 and self.zero == 2:
             yield "zero = 2 with pipe: a pipeline adds its gradients up first; use zero = 1 or 3"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hfjax.engine.offload import to_device, to_host
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.train import TrainState
 from hfjax.models.llama import Params
@@ -209,13 +210,22 @@ class Weights:
     it is the same arrays (float32 generation); these are sliced back, bit-equal, when needed.
     """
 
-    def __init__(self, replicas: Replicas, state: TrainState, relay: Relay | None = None) -> None:
-        """`relay` None: a model that never generates."""
-        self._replicas, self._relay = replicas, relay
+    def __init__(
+        self,
+        replicas: Replicas,
+        state: TrainState,
+        relay: Relay | None = None,
+        *,
+        offload: bool = False,
+    ) -> None:
+        """`relay` None: a model that never generates. `offload`: moments rest in host memory."""
+        self._replicas, self._relay, self._offload = replicas, relay, offload
         self.take(state)
 
     def take(self, state: TrainState) -> None:
         """A new training state; all copies are stale."""
+        if self._offload:
+            state = replace(state, opt_state=to_host(state.opt_state))
         self._state, self._train, self._generate = state, None, None
         self._master_away = False
 
@@ -224,6 +234,8 @@ class Weights:
         if self._master_away:
             self.train()
         self._train = self._generate = None
+        if self._offload:
+            self._state = replace(self._state, opt_state=to_device(self._state.opt_state))
         return self._state
 
     def train(self) -> Params:

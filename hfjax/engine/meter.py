@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hfjax.engine.hlo import Instruction, Module, groups, results
+from hfjax.engine.offload import DEVICE
 
 # bytes a device receives in a ring of n, from the b bytes of its result; it sends as many
 RECEIVED: dict[str, Callable[[int, int], float]] = {
@@ -163,15 +164,16 @@ def count(text: str, mesh: Mesh | None = None, trips: Trips = None) -> Traffic:
     return Traffic(tuple(found))
 
 
-def held_bytes(tree: Any) -> dict[jax.Device, int]:
+def held_bytes(tree: Any, memory_kind: str = DEVICE) -> dict[jax.Device, int]:
     """Bytes of the tree's buffers on each device of this process, shared buffers once.
 
-    Deleted arrays and those of NumPy hold none.
+    Deleted arrays and those of NumPy hold none; `memory_kind` HOST counts what is offloaded.
     """
     sizes: dict[tuple[jax.Device, int], int] = {}
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
-            sizes |= _buffers(leaf)
+            there = leaf.sharding.memory_kind == memory_kind
+            sizes |= _buffers(leaf) if there else {}
     held: dict[jax.Device, int] = {}
     for (device, _), size in sizes.items():
         held[device] = held.get(device, 0) + size

@@ -101,7 +101,7 @@ REFUSALS = {
         r"'ds-chat' trains with ZeRO-3 alone .*use train = \{ fsdp = 4 \}",
     ),
     "relay": (('"policy"\n', '"policy"\nrelay = "hybird"\n'), r"'hybird' is unknown; use 'hybrid'"),
-    "offload": (('"policy"\n', '"policy"\noffload = true\n'), r"not supported yet; .* = false"),
+    "offload": (('"policy"\n', '"policy"\noffload = "yes"\n'), r'offload = "yes": must be true or'),
     "train and infer": (
         ("infer = { data = 4 }", "infer = { data = 4 }\ntrain = { data = 4 }"),
         r"\[reward\] has both of train and infer",

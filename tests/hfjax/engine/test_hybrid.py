@@ -11,6 +11,7 @@ import pytest
 from hfjax.engine.hybrid import Relay, Weights
 from hfjax.engine.meter import held_bytes, meter
 from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.offload import HOST
 from hfjax.engine.train import OptimizerConfig, Trainer
 from hfjax.models.llama import abstract_params
 from meshes.layouts import generate_layout, shardings, train_layout
@@ -253,3 +254,20 @@ def test_generation_follows_every_update():
         state, _ = trainer.update(weights.state(), micros)
         weights.take(state)
     assert all(np.abs(a - b).max() > 0.05 for a, b in pairwise(seen))
+
+
+def test_offloaded_moments_are_on_no_device_between_updates():
+    trainer, weights, _ = make_weights(SHAPES["tensor 4 to 2"])
+    micros = cut_micros(make_batch(), replicas=2)
+    plain = trainer.update(weights.state(), micros)[0]
+    expected = jax.tree.map(np.asarray, trainer.update(plain, micros)[0])
+    _, weights, _ = make_weights(SHAPES["tensor 4 to 2"])
+    state = weights.state()
+    moments, masters = held_bytes(state.opt_state), held_bytes(state.params)
+    weights = Weights(trainer.replicas, state, offload=True)
+    for _ in range(2):
+        assert held_bytes(weights._state) == {d: n + 8 for d, n in masters.items()}  # 2 counters
+        assert held_bytes(weights._state, HOST) == moments
+        weights.take(trainer.update(weights.state(), micros)[0])
+    found = jax.tree.map(np.asarray, weights.state())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
