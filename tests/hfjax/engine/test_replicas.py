@@ -2,15 +2,19 @@
 """ZeRO and FSDP: gradients and updates of one device, and the collectives each stage may use."""
 
 import jax
+import numpy as np
 import pytest
 
+from hfjax.engine.meter import meter
 from hfjax.engine.microbatch import cut_micros
 from meshes.mesh import MeshShape
 from tests.hfjax.engine.cases import (
+    CFG,
     COLUMNS,
     LOSSES,
     assert_close,
     host_params,
+    lm_loss,
     make_batch,
     make_trainer,
     place_params,
@@ -64,3 +68,110 @@ def test_no_stage_of_zero_changes_a_gradient(name, one_device):
             lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim), grads, params
         )
         assert all(jax.tree.leaves(same))
+
+
+# --- what moves -----------------------------------------------------------------------------------
+
+MICROS = 2
+
+
+def traffic_of(shape, zero):
+    """The collectives of one update, by program: weights, micro-batches, the one reduction."""
+    trainer = make_trainer(lm_loss, shape, zero=zero, columns=COLUMNS)
+    replicas = trainer.replicas
+    params = place_params(host_params(), shape)
+    rows = 16 // MICROS
+    (stack,) = cut_micros(batch(), replicas=replicas.count, micro_sequences=rows)
+    micros = {name: trainer._place(stack[name]) for name in trainer.columns}
+    weights, sums, one = replicas.weights(params), trainer._zeros(), np.int32(1)
+    programs = {
+        "micro-batches": trainer._accumulate.lower(weights, sums, micros, one, one),
+        "reduction": trainer._reduce.lower(sums),
+    }
+    if weights is not params:
+        programs["weights"] = replicas._as_weights.lower(params)
+    return params, {
+        name: meter(lowered.compile(), mesh=replicas.mesh) for name, lowered in programs.items()
+    }
+
+
+def over_replicas(traffic):
+    """Collectives over the axes that split the rows, scalars (losses and metrics) left out."""
+    return [
+        c for c in traffic.collectives if set(c.axes) & {"data", "fsdp"} and c.result_bytes > 64
+    ]
+
+
+def matrices(params):
+    """Bytes of the parameters that fsdp shards, those in layers apart; and of the norms."""
+    layers = sum(w.nbytes for w in jax.tree.leaves(params["layers"]) if w.ndim > 2)
+    ends = params["embed"].nbytes + params["lm_head"].nbytes
+    norms = sum(w.nbytes for name, w in params["layers"].items() if "norm" in name)
+    return layers, ends, norms + params["final_norm"].nbytes
+
+
+def received(traffic, kind):
+    found = [c for c in over_replicas(traffic) if c.kind == kind]
+    return sum(c.bytes_received * c.trips for c in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "zero"), [(MeshShape(data=8), 3), (MeshShape(data=4, tensor=2), 3)]
+)
+def test_replicas_reduce_their_gradients_once_a_mini_batch(shape, zero):
+    """2 P (n - 1) / n bytes of all-reduce, whatever the number of micro-batches."""
+    params, programs = traffic_of(shape, zero)
+    assert over_replicas(programs["micro-batches"]) == []
+    layers, ends, norms = matrices(params)
+    found = over_replicas(programs["reduction"])
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert all(c.trips == 1 and c.axes == ("data",) for c in found)
+    whole = (layers + ends) / shape.tensor + norms
+    expected = 2 * whole * (shape.data - 1) / shape.data
+    assert received(programs["reduction"], "all-reduce") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(fsdp=8), MeshShape(fsdp=4, tensor=2)])
+def test_zero_1_reduce_scatters_once_a_mini_batch_and_gathers_weights_once(shape):
+    """P (n - 1) / n bytes of each: the least there can be."""
+    params, programs = traffic_of(shape, 1)
+    layers, ends, norms = matrices(params)
+    part = (layers + ends) / shape.tensor * (shape.fsdp - 1) / shape.fsdp
+    assert over_replicas(programs["micro-batches"]) == []
+    assert received(programs["reduction"], "reduce-scatter") == pytest.approx(part)
+    gathered = {c.kind for c in over_replicas(programs["weights"])}
+    assert gathered == {"all-gather"}
+    assert received(programs["weights"], "all-gather") == pytest.approx(part)
+    rest = 2 * norms * (shape.fsdp - 1) / shape.fsdp  # not sharded: norms
+    assert received(programs["reduction"], "all-reduce") == pytest.approx(rest)
+
+
+def test_zero_2_reduce_scatters_each_micro_batch():
+    shape = MeshShape(data=2, fsdp=2, tensor=2)
+    params, programs = traffic_of(shape, 2)
+    layers, ends, _ = matrices(params)
+    whole = (layers + ends) / shape.tensor
+    found = over_replicas(programs["micro-batches"])
+    assert {c.kind for c in found} == {"reduce-scatter"}
+    assert {(c.axes, c.trips) for c in found} == {(("fsdp",), MICROS)}
+    assert received(programs["micro-batches"], "reduce-scatter") == MICROS * whole / 2
+    reduced = [c for c in over_replicas(programs["reduction"]) if c.axes == ("data",)]
+    assert sum(c.bytes_received for c in reduced) == whole / 2  # shards of half: 2 (w/2) (1/2)
+
+
+@pytest.mark.parametrize("shape", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)])
+def test_zero_3_gathers_a_layer_twice_and_reduce_scatters_it_once_a_micro_batch(shape):
+    params, programs = traffic_of(shape, 3)
+    layers, ends, _ = matrices(params)
+    n = shape.fsdp
+    part = (n - 1) / n / shape.tensor * MICROS
+    assert "weights" not in programs
+    found = over_replicas(programs["micro-batches"])
+    assert {c.kind for c in found} == {"all-gather", "reduce-scatter"}
+    assert all(c.axes == ("fsdp",) for c in found)
+    assert {c.trips for c in found} <= {1, MICROS, MICROS * CFG.layers}
+    scattered = received(programs["micro-batches"], "reduce-scatter")
+    assert scattered == pytest.approx((layers + ends) * part)
+    gathered = received(programs["micro-batches"], "all-gather")
+    once = ends * part  # embedding and head; the compiler gathers them before the loop or in it
+    assert 2 * layers * part + once / MICROS <= gathered <= 2 * layers * part + once
