@@ -34,10 +34,11 @@ GREEDY = {"max_new_tokens": 8, "stop_ids": (1, 2, 9), "greedy": True}
 class Rig:
     """A decoder on a mesh with its parameters; prompts in as lists, arrays out on the host."""
 
-    def __init__(self, cfg, params, shape=ONE, *, segment=8):
+    def __init__(self, cfg, params, shape=ONE, *, relay="hybrid", segment=8, micros=None):
         self.mesh = make_mesh(jax.devices()[: shape.devices], shape)
-        self.layout = generate_layout(shape, kv_heads=cfg.kv_heads)
-        self.cfg, self.decoder = cfg, Decoder(cfg, self.mesh, self.layout, segment=segment)
+        self.layout = generate_layout(shape, kv_heads=cfg.kv_heads, relay=relay)
+        self.cfg = cfg
+        self.decoder = Decoder(cfg, self.mesh, self.layout, segment=segment, micros=micros)
         self.params = self.place(params)
 
     def place(self, params):
