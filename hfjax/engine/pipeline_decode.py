@@ -39,7 +39,7 @@ from hfjax.models.llama import (
 )
 from meshes.layouts import BATCH, HEAD_DIM, KV_HEADS, LAYERS, Axes, Layout, divisors
 
-WHOLE = PartitionSpec()
+WHOLE: Any = PartitionSpec()
 
 
 def stages_of(mesh: Mesh, layout: Layout) -> int:
@@ -128,13 +128,29 @@ class Staged:
             position = jnp.maximum(start, end)
             return Responses(position, _merge(cache, axis=1), _merge(columns)), ticks
 
-        cut = PartitionSpec(self._pipe)
-        of_responses = Responses(position=WHOLE, cache=cut, columns=WHOLE)  # pyright: ignore
-        in_specs = (self._specs(params), Prompts(cut, WHOLE), of_responses, WHOLE)  # pyright: ignore
+        cut: Any = PartitionSpec(self._pipe)  # stands in the field of an array
+        of_responses = Responses(position=WHOLE, cache=cut, columns=WHOLE)
+        in_specs = (self._specs(params), Prompts(cut, WHOLE), of_responses, WHOLE)
         return self._manual(stage, in_specs, (of_responses, WHOLE))(params, prompts, responses, end)
 
-    def _pass(self, params: Params, rows: Rows, sampling: Sampling, *at: jax.Array) -> "_Pass":
-        return _Pass(self._cfg, params, rows, sampling, *at, self._pipe, self._constrain)
+    def _pass(
+        self,
+        params: Params,
+        rows: Rows,
+        sampling: Sampling,
+        start: jax.Array,
+        positions: jax.Array,
+    ) -> "_Pass":
+        return _Pass(
+            cfg=self._cfg,
+            params=params,
+            rows=rows,
+            sampling=sampling,
+            start=start,
+            positions=positions,
+            pipe=self._pipe,
+            constrain=self._constrain,
+        )
 
     def _specs(self, params: Params) -> Params:
         return dict.fromkeys(params, WHOLE) | {"layers": PartitionSpec(self._pipe)}
@@ -160,7 +176,7 @@ class _Unit:
     position: jax.Array  # of the token that comes of it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Pass:
     """A stage's part in `positions` tokens a row from `start` on; rows and columns are (b, M)."""
 

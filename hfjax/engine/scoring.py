@@ -33,7 +33,9 @@ def log_softmax_at(
     Columns at K_MASK (vocabulary padding, forbidden tokens) carry no probability.
     """
     scaled_V = logits_V.astype(jnp.float32) / temperature
-    picked = jnp.take_along_axis(scaled_V, tokens[..., None], axis=-1)[..., 0]
+    column_V = jax.lax.broadcasted_iota(jnp.int32, scaled_V.shape, scaled_V.ndim - 1)
+    # not take_along_axis: XLA cannot partition that gather within a stage of a pipeline
+    picked = jnp.where(column_V == tokens[..., None], scaled_V, 0.0).sum(axis=-1)
     return picked - jax.nn.logsumexp(scaled_V, axis=-1)
 
 
