@@ -67,8 +67,8 @@ class _Whole:
         responses: Responses,
         end: jax.Array,
         sampling: Sampling,
-    ) -> Responses:
-        """Tokens up to response position `end`, fewer when no row runs any more."""
+    ) -> tuple[Responses, jax.Array]:
+        """Tokens up to response position `end`, fewer when no row runs any more; steps it took."""
         rows = prompts.rows
 
         def step(responses: Responses) -> Responses:
@@ -85,7 +85,8 @@ class _Whole:
             position = responses.position
             return (position < end) & any_runs(responses.columns, rows, position)
 
-        return lax.while_loop(goes_on, step, responses)
+        grown = lax.while_loop(goes_on, step, responses)
+        return grown, grown.position - responses.position
 
     def _append(
         self,
@@ -255,7 +256,7 @@ class Decoder:
     ) -> tuple[Responses, jax.Array]:
         """Tokens up to response position `end`, fewer when no row runs any more."""
         self._segment_programs += 1  # tracing runs this line, calling a compiled program does not
-        responses = self._model.segment(params, prompts, responses, end, sampling)
+        responses, _ = self._model.segment(params, prompts, responses, end, sampling)
         return responses, any_runs(responses.columns, prompts.rows, responses.position)
 
     def _check(

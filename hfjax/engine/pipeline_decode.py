@@ -15,7 +15,7 @@ the same columns, see the same rows end, and leave in the same tick.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -57,8 +57,8 @@ class Staged:
     def __init__(self, cfg: ModelConfig, mesh: Mesh, layout: Layout, micros: int | None) -> None:
         if micros is not None and micros < 1:
             raise ValueError(f"micros={micros} must be at least 1, or None for one a stage")
-        self._cfg, self._mesh, self._layout = cfg, mesh, layout
-        self._pipe = layout.mesh_axes(LAYERS)
+        self._mesh, self._layout, self._pipe = mesh, layout, layout.mesh_axes(LAYERS)
+        self._pass = partial(_Pass, cfg=cfg, pipe=self._pipe, constrain=self._constrain)
         self._wished = micros or stages_of(mesh, layout)
         self._replicas = math.prod(mesh.shape[axis] for axis in layout.mesh_axes(BATCH))
 
@@ -83,8 +83,8 @@ class Staged:
         def stage(
             params: Params, ids_BP: jax.Array, rows: Rows, columns: Columns
         ) -> tuple[KVCache, Columns]:
-            pass_ = self._pass(params, split(rows), sampling, jnp.int32(0), jnp.int32(1))
-            cache, columns = pass_.prefill(split(ids_BP), split(columns))
+            first = self._pass(params, split(rows), sampling, jnp.int32(0), jnp.int32(1))
+            cache, columns = first.prefill(split(ids_BP), split(columns))
             return _merge(cache, axis=1), _merge(columns)
 
         out_specs = (PartitionSpec(self._pipe), WHOLE)
@@ -99,27 +99,16 @@ class Staged:
         responses: Responses,
         end: jax.Array,
         sampling: Sampling,
-    ) -> Responses:
-        """Tokens up to response position `end`, fewer when no row runs any more."""
-        return self.ticked(params, prompts, responses, end, sampling)[0]
-
-    def ticked(
-        self,
-        params: Params,
-        prompts: Prompts,
-        responses: Responses,
-        end: jax.Array,
-        sampling: Sampling,
     ) -> tuple[Responses, jax.Array]:
-        """A segment, and how many ticks it took."""
+        """Tokens up to response position `end`, fewer when no row runs any more; ticks it took."""
         split = partial(_split, micros=self.micros_of(len(prompts.rows.prompt_length_B)))
 
         def stage(
             params: Params, prompts: Prompts, responses: Responses, end: jax.Array
         ) -> tuple[Responses, jax.Array]:
             start = responses.position
-            pass_ = self._pass(params, split(prompts.rows), sampling, start, end - start)
-            cache, columns, ticks = pass_.decode(
+            further = self._pass(params, split(prompts.rows), sampling, start, end - start)
+            cache, columns, ticks = further.decode(
                 split(prompts.cache, axis=1),
                 split(responses.cache, axis=1),
                 split(responses.columns),
@@ -132,25 +121,6 @@ class Staged:
         of_responses = Responses(position=WHOLE, cache=cut, columns=WHOLE)
         in_specs = (self._specs(params), Prompts(cut, WHOLE), of_responses, WHOLE)
         return self._manual(stage, in_specs, (of_responses, WHOLE))(params, prompts, responses, end)
-
-    def _pass(
-        self,
-        params: Params,
-        rows: Rows,
-        sampling: Sampling,
-        start: jax.Array,
-        positions: jax.Array,
-    ) -> "_Pass":
-        return _Pass(
-            cfg=self._cfg,
-            params=params,
-            rows=rows,
-            sampling=sampling,
-            start=start,
-            positions=positions,
-            pipe=self._pipe,
-            constrain=self._constrain,
-        )
 
     def _specs(self, params: Params) -> Params:
         return dict.fromkeys(params, WHOLE) | {"layers": PartitionSpec(self._pipe)}
@@ -176,16 +146,17 @@ class _Unit:
     position: jax.Array  # of the token that comes of it
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Pass:
     """A stage's part in `positions` tokens a row from `start` on; rows and columns are (b, M)."""
 
-    cfg: ModelConfig
     params: Params  # with this stage's layers
     rows: Rows
     sampling: Sampling
     start: jax.Array
     positions: jax.Array
+    _: KW_ONLY
+    cfg: ModelConfig
     pipe: tuple[str, ...]
     constrain: Constrain
 
@@ -309,7 +280,7 @@ class _Pass:
             )
 
         def nothing() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(head))
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(head))
 
         is_last = self.rank == self.stages - 1
         drawn = lax.psum(lax.cond(is_last & unit.valid, head, nothing), self.pipe)

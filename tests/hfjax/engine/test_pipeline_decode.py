@@ -68,7 +68,7 @@ def begun(rig, sampling, *, prompts=PROMPTS, limit=8, slots=8):
         rig.params,
         *rig.arguments(prompts, sampling.n),
         np.zeros(2, np.uint32),
-        rig.put(np.full((len(prompts), sampling.n), limit)),
+        rig.put(np.broadcast_to(limit, (len(prompts), sampling.n))),
     )
     prompts, responses, _ = rig.decoder._begin(*arguments, sampling=sampling, slots=slots)
     return prompts, responses, arguments
@@ -125,7 +125,7 @@ def test_ticks_and_caches_of_a_segment(name):
     stages, micros, whole, short = TICKS[name]
     cfg = FOUR if stages == 4 else CFG
     rig = Rig(cfg, params_of(cfg), MeshShape(pipe=stages), micros=micros)
-    ticked = jax.jit(rig.decoder._model.ticked, static_argnums=4)
+    ticked = jax.jit(rig.decoder._model.segment, static_argnums=4)
 
     def segment(sampling, end, **options):
         prompts, responses, _ = begun(rig, sampling, **options)
@@ -147,7 +147,7 @@ def test_stages_leave_together_when_the_last_row_ends():
     params["layers"] = {name: np.repeat(x, 2, axis=0) for name, x in params["layers"].items()}
     rig = Rig(cfg, params, PIPE_2)
     sampling = Sampling(max_new_tokens=8, stop_ids=(2,), greedy=True)
-    ticked = jax.jit(rig.decoder._model.ticked, static_argnums=4)
+    ticked = jax.jit(rig.decoder._model.segment, static_argnums=4)
     for long, positions in ((None, 1), (0, 3), (1, 3), (7, 3)):
         # rows 0, 2, 4, 6 are micro-batch 0, which ends a tick before the other
         prompts = [[3] if row == long else [7] for row in range(8)]
@@ -171,6 +171,23 @@ def assert_same_caches(rig, one, sampling):
     for _, own in caches:
         assert not own.k_LBKdS[..., 6:].any()
         assert own.k_LBKdS[..., 5].any(axis=(2, 3, 4)).all()
+
+
+def test_an_empty_unit_writes_nothing():
+    """Left after two ticks, the second stage has had one unit, of the first micro-batch.
+
+    With biases what an empty unit would write is not zero.
+    """
+    cfg = replace(CFG, qkv_bias=True)
+    rig = Rig(cfg, params_of(cfg), PIPE_2)
+    sampling = Sampling(max_new_tokens=8)
+    prompts, responses, _ = begun(rig, sampling, limit=[[2], [1]] * 4)
+    args = rig.params, prompts, responses, np.int32(8)
+    responses, ticks = jax.jit(rig.decoder._model.segment, static_argnums=4)(*args, sampling)
+    assert ticks == 2
+    k_LBnKdS = np.asarray(responses.cache.k_LBKdS)
+    assert k_LBnKdS[1, ::2, ..., 0].any(axis=(1, 2, 3)).all()
+    assert not k_LBnKdS[1, 1::2].any()
 
 
 def test_a_tick_sends_an_activation_and_three_numbers_a_row():
