@@ -21,9 +21,10 @@ import numpy as np
 import optax
 
 from hfjax import rl
-from hfjax.engine.decode import Decoder, Generation
+from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay
 from hfjax.engine.replicas import Replicas
+from hfjax.engine.responses import Generation
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import OptimizerConfig, Outputs, Trainer

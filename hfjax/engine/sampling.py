@@ -86,9 +86,10 @@ def draw(
     if not sampling.takes_likeliest:
         noisy_BnV = z_BnV + _gumbel(key_Bn, position, logits_BnV.shape[-1])
     token_Bn = jnp.argmax(noisy_BnV, axis=-1).astype(jnp.int32)
-    logp_Bn = log_softmax_at(logits_BnV, token_Bn, sampling.scale)
-    filtered_Bn = log_softmax_at(z_BnV, token_Bn, 1.0) if sampling.truncates else None
-    return token_Bn, logp_Bn, filtered_Bn
+    logp_Bn = log_softmax_at(logits_BnV, token_Bn, sampling.scale, by_mask=True)
+    if not sampling.truncates:
+        return token_Bn, logp_Bn, None
+    return token_Bn, logp_Bn, log_softmax_at(z_BnV, token_Bn, by_mask=True)
 
 
 def _filtered(logits_BnV: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:

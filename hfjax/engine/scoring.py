@@ -26,14 +26,24 @@ SCALAR_HEAD = ("value_head", "value_bias")
 
 
 def log_softmax_at(
-    logits_V: jax.Array, tokens: jax.Array, temperature: float | jax.Array = 1.0
+    logits_V: jax.Array,
+    tokens: jax.Array,
+    temperature: float | jax.Array = 1.0,
+    *,
+    by_mask: bool = False,
 ) -> jax.Array:
     """log softmax(logits / temperature) of `tokens`; logits float32, vocabulary last, any rank.
 
-    Columns at K_MASK (vocabulary padding, forbidden tokens) carry no probability.
+    Columns at K_MASK (vocabulary padding, forbidden tokens) carry no probability. With `by_mask`
+    a sum picks the token's logit, the same bits: XLA cannot partition the gather within a stage of
+    a pipeline (spmd_partitioner_util: ExpandDeviceGroups), whose gradient is the cheaper one.
     """
     scaled_V = logits_V.astype(jnp.float32) / temperature
-    picked = jnp.take_along_axis(scaled_V, tokens[..., None], axis=-1)[..., 0]
+    if by_mask:
+        column_V = jax.lax.broadcasted_iota(jnp.int32, scaled_V.shape, scaled_V.ndim - 1)
+        picked = jnp.where(column_V == tokens[..., None], scaled_V, 0.0).sum(axis=-1)
+    else:
+        picked = jnp.take_along_axis(scaled_V, tokens[..., None], axis=-1)[..., 0]
     return picked - jax.nn.logsumexp(scaled_V, axis=-1)
 
 

@@ -246,7 +246,7 @@ def hidden_states(
         return run.constrain(embed_tokens(w, tokens_BT), RESIDUAL)
 
     def normed(x_BTD: jax.Array, w: Params) -> jax.Array:
-        return rms_norm(x_BTD, w["final_norm"], cfg.norm_eps)
+        return final_norm(cfg, w, x_BTD)
 
     turn = _rotation(cfg, jnp.arange(tokens_BT.shape[-1])[None])
     x_BTD = run.each(embedded)(tokens_BT, run.weights({"embed": params["embed"]}))
@@ -303,16 +303,23 @@ def prefill(
     cfg: ModelConfig, params: Params, tokens_BP: jax.Array, *, constrain: Constrain = unconstrained
 ) -> tuple[jax.Array, KVCache]:
     """Final-normed hidden states x_BPD of the prompts, and their keys and values (slots = P)."""
+    x_BPD = constrain(embed_tokens(params, tokens_BP), RESIDUAL)
+    x_BPD, cache = prefill_layers(cfg, params["layers"], x_BPD, constrain=constrain)
+    return final_norm(cfg, params, x_BPD), cache
+
+
+def prefill_layers(
+    cfg: ModelConfig, layers: Params, x_BPD: jax.Array, *, constrain: Constrain = unconstrained
+) -> tuple[jax.Array, KVCache]:
+    """`layers`, all of them or a stage's, over whole prompts; also their keys and values."""
 
     def body(x_BPD: jax.Array, w: Params) -> tuple[jax.Array, KVCache]:
         x_BPD, (k_BPKd, v_BPKd) = block(cfg, w, x_BPD, turn, attend_causal)
         cache = KVCache(k_LBKdS=k_BPKd.transpose(0, 2, 3, 1), v_LBKSd=v_BPKd.transpose(0, 2, 1, 3))
         return constrain(x_BPD, RESIDUAL), cache
 
-    turn = _rotation(cfg, jnp.arange(tokens_BP.shape[1])[None])
-    x_BPD = constrain(embed_tokens(params, tokens_BP), RESIDUAL)
-    x_BPD, cache = jax.lax.scan(body, x_BPD, params["layers"])
-    return rms_norm(x_BPD, params["final_norm"], cfg.norm_eps), cache
+    turn = _rotation(cfg, jnp.arange(x_BPD.shape[1])[None])
+    return jax.lax.scan(body, x_BPD, layers)
 
 
 def decode_step(
@@ -326,13 +333,40 @@ def decode_step(
 ) -> tuple[jax.Array, KVCache]:
     """Final-normed x_BnD of the response tokens number t, and the cache with their keys and values.
 
+    One slot of `cache` (k_LBnKdS, v_LBnKSd) is written after the loop over layers, which only
+    reads it, so nothing copies it.
+    """
+    x_BnD = embed_tokens(params, tokens_Bn)
+    x_BnD, (k_LBnKd, v_LBnKd) = decode_layers(
+        cfg, params["layers"], x_BnD, prompt, prompt_length_B, cache, t
+    )
+    cache = KVCache(
+        k_LBKdS=jax.lax.dynamic_update_slice_in_dim(cache.k_LBKdS, k_LBnKd[..., None], t, 5),
+        v_LBKSd=jax.lax.dynamic_update_slice_in_dim(cache.v_LBKSd, v_LBnKd[..., None, :], t, 4),
+    )
+    return final_norm(cfg, params, x_BnD), cache
+
+
+def decode_layers(
+    cfg: ModelConfig,
+    layers: Params,
+    x_BnD: jax.Array,
+    prompt: KVCache,
+    prompt_length_B: jax.Array,
+    cache: KVCache,
+    t: jax.Array,
+    *,
+    of_layer: Callable[[KVCache], KVCache] = as_it_is,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`layers` over the response tokens number t; also their keys and values (L, B, n, K, d).
+
     Row (b, i) sees slots < prompt_length_b of prompt b, which its n samples share, its own response
-    slots < t of `cache` (k_LBnKdS, v_LBnKSd), and itself, at position prompt_length_b + t. The loop
-    over layers only reads the cache; one slot of it is written afterwards, so nothing copies it.
+    slots < t of `cache`, and itself, at position prompt_length_b + t. `of_layer` finds these rows
+    in one layer of caches that hold more.
     """
 
     def body(x_BnD: jax.Array, layer: tuple[Params, KVCache, KVCache]) -> tuple[jax.Array, Any]:
-        w, prompt, own = layer
+        w, prompt, own = layer[0], of_layer(layer[1]), of_layer(layer[2])
 
         def attend(q_BnHd: jax.Array, k_BnKd: jax.Array, v_BnKd: jax.Array) -> jax.Array:
             return attend_cached(q_BnHd, k_BnKd, v_BnKd, prompt, prompt_length_B, own, t)
@@ -340,13 +374,12 @@ def decode_step(
         return block(cfg, w, x_BnD, turn, attend)
 
     turn = _rotation(cfg, (prompt_length_B + t)[:, None])
-    x_BnD = embed_tokens(params, tokens_Bn)
-    x_BnD, (k_LBnKd, v_LBnKd) = jax.lax.scan(body, x_BnD, (params["layers"], prompt, cache))
-    cache = KVCache(
-        k_LBKdS=jax.lax.dynamic_update_slice_in_dim(cache.k_LBKdS, k_LBnKd[..., None], t, 5),
-        v_LBKSd=jax.lax.dynamic_update_slice_in_dim(cache.v_LBKSd, v_LBnKd[..., None, :], t, 4),
-    )
-    return rms_norm(x_BnD, params["final_norm"], cfg.norm_eps), cache
+    return jax.lax.scan(body, x_BnD, (layers, prompt, cache))
+
+
+def final_norm(cfg: ModelConfig, params: Params, x: jax.Array) -> jax.Array:
+    """What the head reads, of what the last layer gives."""
+    return rms_norm(x, params["final_norm"], cfg.norm_eps)
 
 
 def embed_tokens(params: Params, tokens: jax.Array) -> jax.Array:
