@@ -62,7 +62,13 @@ def plan_model(
     shape, relay = placement.mesh_shape, placement.relay
     config = load_config(model)
     config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
-    layout = train_layout(shape, kv_heads=config.kv_heads, zero=placement.zero, relay=relay)
+    layout = train_layout(
+        shape,
+        kv_heads=config.kv_heads,
+        zero=placement.zero,
+        relay=relay,
+        sequence_parallel=placement.sequence_parallel,
+    )
     shapes, axes = abstract_params(config, head, jnp.float32)
     generate = generate_layout(shape, kv_heads=config.kv_heads, relay=relay)
     for each in (layout, state_layout(layout, relay), generate):

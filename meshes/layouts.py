@@ -32,7 +32,8 @@ MLP = "mlp"
 VOCAB = "vocab"
 NORM = "norm"
 BATCH = "batch"
-LOGICAL = (LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, NORM, BATCH)
+SEQUENCE = "sequence"  # positions of the residual stream
+LOGICAL = (LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB, NORM, BATCH, SEQUENCE)
 
 HYBRID = "hybrid"  # HybridFlow: generation groups keep the outer halves
 HYBRID_V = "hybrid-v"  # consecutive groups; gathered over all of p and t, then cut (§5.4)
@@ -100,12 +101,19 @@ class Layout:
 
 
 def train_layout(
-    shape: MeshShape, *, kv_heads: int, zero: int = 3, relay: str = "hybrid"
+    shape: MeshShape,
+    *,
+    kv_heads: int,
+    zero: int = 3,
+    relay: str = "hybrid",
+    sequence_parallel: bool = False,
 ) -> Layout:
     """3D parallel training and scoring; `data` shards the batch only, `fsdp` what `zero` says.
 
     Stages of ZeRO (arXiv 1910.02054 §5): 1 the optimizer's state, 2 the gradients too, 3 the
     weights too, which is FSDP. This is the layout of the weights; state_layout gives the state's.
+    With `sequence_parallel` the tensor axes split positions between the matrix products
+    (arXiv 2205.05198 §4.2.2).
     """
     if zero not in ZERO:
         raise ValueError(f"zero = {zero}: stages of ZeRO are {either(ZERO)}")
@@ -122,6 +130,7 @@ def train_layout(
             VOCAB: tensor,
             NORM: None,
             BATCH: train_batch(relay),
+            SEQUENCE: tensor if sequence_parallel else None,
         },
     )
 
@@ -174,6 +183,7 @@ def generate_layout(shape: MeshShape, *, kv_heads: int, relay: str = "hybrid") -
             VOCAB: tensor,
             NORM: None,
             BATCH: generate_batch(relay),
+            SEQUENCE: None,
         },
     )
 

@@ -26,7 +26,10 @@ PRESETS = Path(__file__).parent / "presets"
 PLATFORMS = ("cpu", "gpu")
 
 POOL_KEYS = ("devices", "processes")
-ROLE_KEYS = ("pool", "train", "infer", "generate", "zero", "relay", "offload")
+ROLE_KEYS = (
+    *("pool", "train", "infer", "generate"),
+    *("zero", "sequence_parallel", "relay", "offload"),
+)
 MESH_KEYS = (DATA, FSDP, PIPE, TENSOR)
 GENERATE_KEYS = (PIPE, TENSOR)
 
@@ -67,6 +70,7 @@ class RolePlacement:
     infer: MeshShape | None = None
     generate: MeshShape | None = None
     zero: int = 3  # what `fsdp` shards: 1 optimizer state, 2 and gradients, 3 and weights
+    sequence_parallel: bool = False  # tensor axes split positions between matrix products
     relay: str = HYBRID  # how weights move from training to generation
     offload: bool = False  # weights (of a trained role its moments) rest in host memory
 
@@ -139,8 +143,9 @@ class RolePlacement:
             yield f"zero = {_toml(self.zero)}: stages of ZeRO over fsdp are {either(ZERO)}"
         if self.relay not in RELAYS:
             yield f"relay = {self.relay!r} is unknown; use {either(map(repr, RELAYS))}"
-        if type(self.offload) is not bool:
-            yield f"offload = {_toml(self.offload)}: must be true or false"
+        for key in ("offload", "sequence_parallel"):
+            if type(getattr(self, key)) is not bool:
+                yield f"{key} = {_toml(getattr(self, key))}: must be true or false"
         base, where = self.base, "train" if self.train else "infer"
         if base.pipe > 1 and base.fsdp > 1 and self.zero == 2:
             yield "zero = 2 with pipe: a pipeline adds its gradients up first; use zero = 1 or 3"
@@ -266,6 +271,7 @@ class Placement:
                 sizes = {key: getattr(role.generate, key) for key in GENERATE_KEYS}
                 lines.append(f"generate = {_toml(sizes)}")
             lines += [f"zero = {role.zero}"] if role.base.fsdp > 1 else []
+            lines += ["sequence_parallel = true"] if role.sequence_parallel else []
             lines += [f"relay = {_toml(role.relay)}", f"offload = {_toml(role.offload)}", ""]
         return "\n".join(lines)
 

@@ -24,6 +24,7 @@ from meshes.layouts import (
     EMBED,
     HYBRID,
     LAYERS,
+    SEQUENCE,
     Axes,
     Layout,
     batch_sharding,
@@ -240,7 +241,11 @@ class Replicas:
         return gather
 
     def _constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """The layout of an activation within `each`."""
+        """The layout of an activation within `each`; positions that do not divide stay together."""
+        split = _size(self.mesh, self._inner.mesh_axes(SEQUENCE))
+        axes = [
+            None if a == SEQUENCE and n % split else a for a, n in zip(axes, x.shape, strict=True)
+        ]
         spec = self._inner.spec(axes)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return jax.lax.with_sharding_constraint(

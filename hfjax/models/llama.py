@@ -28,7 +28,7 @@ from hfjax.models.attention import (
     lift,
 )
 from hfjax.models.rope import RopeScaling, rotate, sin_cos
-from meshes.layouts import BATCH, VOCAB
+from meshes.layouts import BATCH, SEQUENCE, VOCAB
 
 GATHER = "custom_vjp_call"  # the primitive that a Run's `weights` shows where they are gathered
 INIT_STDDEV = 0.02  # Hugging Face's initializer_range
@@ -36,7 +36,7 @@ INIT_STDDEV = 0.02  # Hugging Face's initializer_range
 Head = Literal["lm", "value", "score"]
 Params = dict[str, Any]
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
-RESIDUAL = (BATCH, None, None)  # logical axes of x_BTD
+RESIDUAL = (BATCH, SEQUENCE, None)  # logical axes of x_BTD
 LOGITS = (BATCH, None, VOCAB)  # logical axes of logits_BTV
 
 

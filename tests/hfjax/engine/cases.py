@@ -62,9 +62,9 @@ def lut_params(head="lm", **leaves):
     return params | {"embed": np.eye(16, dtype=np.float32)} | leaves
 
 
-def replicas_of(shape, head="lm", cfg=CFG, *, dtype="float32", zero=3, relay="hybrid"):
+def replicas_of(shape, head="lm", cfg=CFG, *, dtype="float32", relay="hybrid", **layout):
     mesh, _ = lay_out(shape, cfg)
-    layout = train_layout(shape, kv_heads=cfg.kv_heads, zero=zero, relay=relay)
+    layout = train_layout(shape, kv_heads=cfg.kv_heads, relay=relay, **layout)
     return Replicas(mesh, layout, *abstract_params(cfg, head), dtype, relay=relay)
 
 
@@ -73,9 +73,19 @@ def place_params(params, shape, head="lm", cfg=CFG):
 
 
 def make_trainer(
-    loss, shape, *, head="lm", cfg=CFG, optimizer=None, compute_dtype="float32", zero=3, **options
+    loss,
+    shape,
+    *,
+    head="lm",
+    cfg=CFG,
+    optimizer=None,
+    compute_dtype="float32",
+    zero=3,
+    sequence_parallel=False,
+    **options,
 ):
-    replicas = replicas_of(shape, head, cfg, dtype=compute_dtype, zero=zero)
+    layout = {"zero": zero, "sequence_parallel": sequence_parallel}
+    replicas = replicas_of(shape, head, cfg, dtype=compute_dtype, **layout)
     optimizer = optimizer or OptimizerConfig(lr=1e-2)
     return Trainer(cfg, head, replicas, optimizer, loss, zero=zero, **options)
 

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from hfjax.engine.meter import meter
+from hfjax.engine.meter import memory, meter
 from hfjax.engine.microbatch import cut_micros
 from meshes.mesh import MeshShape
 from tests.hfjax.engine.cases import (
@@ -68,6 +68,24 @@ def test_no_stage_of_zero_changes_a_gradient(name, one_device):
             lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim), grads, params
         )
         assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=2, tensor=4), MeshShape(pipe=2, tensor=4)])
+def test_positions_split_over_tensor_change_no_gradient_and_take_less_memory(shape, one_device):
+    """20 positions over 4 devices: a quarter of the residual stream is saved for the backward."""
+    options = {**OPTIONS, "remat": "layer"}
+    temporary = {}
+    for split in (False, True):
+        trainer = make_trainer(lm_loss, shape, sequence_parallel=split, **options)
+        params = place_params(host_params(), shape)
+        (stack,) = cut_micros(batch(), replicas=shape.data)
+        loss, grads, _ = trainer.gradients(params, [stack])
+        assert_close((loss, grads), one_device["lm"])
+        micros = {name: trainer._place(stack[name]) for name in trainer.columns}
+        weights, one = trainer.replicas.weights(params), np.int32(1)
+        lowered = trainer._accumulate.lower(weights, trainer._zeros(), micros, one, one)
+        temporary[split] = memory(lowered.compile()).temp_bytes
+    assert temporary[True] < temporary[False]
 
 
 # --- what moves -----------------------------------------------------------------------------------
