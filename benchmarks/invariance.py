@@ -68,12 +68,14 @@ class Comparison:
         return same and self.rows == self.ties and self.gap <= BOUND
 
 
-def one_pool(shape: MeshShape, *, processes: int = 1, generate_tensor: int = 0) -> Placement:
-    """All roles on one mesh; generation keeps `generate_tensor` of its tensor axis, if given."""
-    generate = MeshShape(tensor=generate_tensor) if generate_tensor else None
+def one_pool(
+    shape: MeshShape, *, processes: int = 1, generate: MeshShape | None = None, **actor: Any
+) -> Placement:
+    """All roles on one mesh; generation keeps `generate` of pipe and tensor, if given."""
+    zero = actor.get("zero", 3)
     roles = {
-        "actor": RolePlacement("actor", "all", train=shape, generate=generate),
-        "critic": RolePlacement("critic", "all", train=shape),
+        "actor": RolePlacement("actor", "all", train=shape, generate=generate, **actor),
+        "critic": RolePlacement("critic", "all", train=shape, zero=zero),
         "reference": RolePlacement("reference", "all", infer=shape),
     }
     return Placement({"all": Pool("all", shape.devices, processes)}, roles, "cpu")
@@ -93,24 +95,39 @@ def two_pools(*, processes: int = 1) -> Placement:
 
 
 DATA_8, DATA_2_TENSOR_4 = MeshShape(data=8), MeshShape(data=2, tensor=4)
+ONE, TENSOR_2, PIPE_3 = MeshShape(), MeshShape(tensor=2), MeshShape(pipe=3)  # kept by generation
 CASES = {  # runtime:mesh; the first is what the others are compared with
     "local:1": Case("local", one_pool(MeshShape())),
     "local:data8": Case("local", one_pool(DATA_8)),
     "local:data2-tensor4": Case("local", one_pool(DATA_2_TENSOR_4)),
-    "local:data2-tensor4-generate2": Case("local", one_pool(DATA_2_TENSOR_4, generate_tensor=2)),
+    "local:data2-tensor4-generate2": Case("local", one_pool(DATA_2_TENSOR_4, generate=TENSOR_2)),
     "local:fsdp8": Case("local", one_pool(MeshShape(fsdp=8))),
     "local:fsdp4-tensor2": Case("local", one_pool(MeshShape(fsdp=4, tensor=2))),
+    "local:zero1-8": Case("local", one_pool(MeshShape(fsdp=8), zero=1)),
+    "local:pipe3-data2": Case("local", one_pool(MeshShape(data=2, pipe=3), generate=ONE)),
+    "local:pipe3-tensor2-generate-pipe3": Case(
+        "local", one_pool(MeshShape(pipe=3, tensor=2), generate=PIPE_3)
+    ),
+    "local:ds-chat8-generate2": Case(
+        "local", one_pool(MeshShape(fsdp=8), generate=TENSOR_2, relay="ds-chat")
+    ),
     "local:pools4+4": Case("local", two_pools()),
     "ray:data8": Case("ray", one_pool(DATA_8)),
     "ray:data8-in-2": Case("ray", one_pool(DATA_8, processes=2)),
     "ray:data2-tensor4-in-2": Case("ray", one_pool(DATA_2_TENSOR_4, processes=2)),
+    "ray:zero2-4-tensor2-in-2": Case(
+        "ray", one_pool(MeshShape(fsdp=4, tensor=2), processes=2, zero=2)
+    ),
+    "ray:pipe3-fsdp2-in-2": Case(
+        "ray", one_pool(MeshShape(fsdp=2, pipe=3), processes=2, generate=ONE)
+    ),
     "ray:pools4+4-in-3": Case("ray", two_pools(processes=2)),
 }
 
 
 def settings(model: str, init: str, out: str, placement: str, runtime: str) -> dict[str, Any]:
-    """A small run: 32 sums x 4 responses, one update of each model on all rows."""
-    optimizer = {"optimizer": {"lr": 1e-4}}
+    """A small run: 32 sums x 4 responses, one update of each model on all rows in four parts."""
+    training = {"optimizer": {"lr": 1e-4}, "micro_sequences": 32}
     return {
         "model": model,
         "init": init,
@@ -123,8 +140,8 @@ def settings(model: str, init: str, out: str, placement: str, runtime: str) -> d
         "data": {"train": "sums", "prompts_per_step": 32, "max_prompt_tokens": 16},
         "rollout": {"n": 4, "max_new_tokens": 8},
         "reward": {"function": "hfjax.arithmetic:sum_reward"},
-        "actor": optimizer,
-        "critic": optimizer,
+        "actor": training,
+        "critic": training,
     }
 
 

@@ -223,12 +223,17 @@ def _extent(plan: Plan) -> tuple[int, int]:
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
     training = getattr(plan.config, role)
-    replicas = plan.placement.roles[role].replicas
+    place = plan.placement.roles[role]
     if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
-        check_micro_sequences(training.micro_sequences, rows, replicas, f"{role}.")
+        check_micro_sequences(training.micro_sequences, rows, place.replicas, f"{role}.")
+    if training.micro_tokens and place.base.pipe > 1:
+        raise ValueError(
+            f"{role}.micro_tokens={training.micro_tokens}: a pipeline of pipe={place.base.pipe} "
+            f"passes micro-batches of one shape; use {role}.micro_sequences"
+        )
     if training.micro_tokens:
-        check_micro_tokens(training.micro_tokens, tokens, replicas, f"{role}.")
+        check_micro_tokens(training.micro_tokens, tokens, place.replicas, f"{role}.")
 
 
 def _check_weights(builder: partial[Any]) -> None:

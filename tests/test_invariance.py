@@ -26,6 +26,10 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Step:
         pytest.param("local:data2-tensor4", marks=pytest.mark.slow),
         pytest.param("local:fsdp8", marks=pytest.mark.slow),
         pytest.param("local:fsdp4-tensor2", marks=pytest.mark.slow),
+        pytest.param("local:zero1-8", marks=pytest.mark.slow),
+        pytest.param("local:pipe3-data2", marks=pytest.mark.slow),
+        pytest.param("local:pipe3-tensor2-generate-pipe3", marks=pytest.mark.slow),
+        pytest.param("local:ds-chat8-generate2", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_losses_and_gradients_do_not_depend_on_the_placement(
