@@ -168,9 +168,11 @@ class Replicas:
 
     def stack(self, weights: Params) -> Params:
         """A weight for each replica to differentiate by; nothing moves."""
-        return self._moved(lambda x, leaf: jnp.expand_dims(x, leaf.at), "weight", "stacked")(
-            weights
-        )
+
+        def local(x: jax.Array, leaf: _Leaf) -> jax.Array:
+            return jnp.expand_dims(x, leaf.at)
+
+        return self._moved(local, "weight", "stacked")(weights)
 
     def gather(self, stacked: Params) -> Params:
         """What a layer computes with: whole but for `tensor`, in the dtype of computation.
@@ -243,10 +245,8 @@ class Replicas:
     def _constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """The layout of an activation within `each`; positions that do not divide stay together."""
         split = _size(self.mesh, self._inner.mesh_axes(SEQUENCE))
-        axes = [
-            None if a == SEQUENCE and n % split else a for a, n in zip(axes, x.shape, strict=True)
-        ]
-        spec = self._inner.spec(axes)
+        named = zip(axes, x.shape, strict=True)
+        spec = self._inner.spec([None if a == SEQUENCE and n % split else a for a, n in named])
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return jax.lax.with_sharding_constraint(
             x, spec if manual else NamedSharding(self.mesh, spec)
