@@ -78,7 +78,7 @@ def formulas(place: RolePlacement, M: int) -> tuple[float, float, float]:
 
 def measure(setup: Setup, devices: int, mode: str) -> Row:
     """A row of table2: one mode, compiled for `devices` and metered."""
-    rig = Rig(setup, devices, mode, HALF)
+    rig = Rig(setup, devices, mode, HALF)  # weights to train with in generation's dtype
     names, matrices = list(rig.shapes), rig.matrices()
     traffic = traffic_of(rig, rig.compiled(matrices))
     programs = rig.compiled(names)
@@ -184,7 +184,7 @@ def header() -> str:
         f"for simulated devices; {host()}\nGB a device, float16 standing for bfloat16. received, "
         "redundant: the layers' matrices; apart: received of embeddings, head and norms; peak, "
         "bucket: everything\n"
-        f"{'model':6}{'devices':>7}  {'layout':17}{'mode':17}{headings}{'ratio':>8}  collectives"
+        f"{'model':6}{'devices':>7}  {'layout':19}{'mode':17}{headings}{'ratio':>8}  collectives"
     )
 
 
@@ -198,7 +198,7 @@ def line(name: str, setup: Setup, devices: int, row: Row) -> str:
     ratio = f"{row['received'] / row['formula']:.4f}" if row["formula"] else "-"
     fails = "" if row["holds"] else "  FAILS"
     return (
-        f"{name:6}{devices:7}  {layout:17}{row['mode']:17}{cells}{ratio:>8}  "
+        f"{name:6}{devices:7}  {layout:19}{row['mode']:17}{cells}{ratio:>8}  "
         f"{row['collectives']}{fails}"
     )
 
@@ -241,8 +241,8 @@ def seconds(setup: Setup, devices: int, processes: int, rounds: int = ROUNDS) ->
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(movers[HYBRID].weights))
     lines = [
         f"{count / 1e6:.0f} M parameters, float32, p-t-d {setup.p}-{setup.t}-1 to p_g-t_g "
-        f"{setup.p_g}-{setup.t_g}; {devices} simulated devices, processes {processes}, sharing the "
-        f"cores: read the ratios; {host()}",
+        f"{setup.p_g}-{setup.t_g}; {devices} simulated devices in processes: {processes}; they "
+        f"share cores and memory, so a link costs what a copy costs: read the ratios; {host()}",
         f"{'mode':17}{'MB received':>12}{'there ms':>10}{'quartiles':>15}{'/ hybrid':>10}"
         f"{'back ms':>9}   median of {rounds}, interleaved; ratio: median of the rounds' ratios",
     ]
