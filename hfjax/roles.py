@@ -39,6 +39,7 @@ from hfjax.models.hf import generation_stop_ids, load_config, load_params
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import (
+    HYBRID_V,
     HYBRID_V_PERMUTE,
     Layout,
     check,
@@ -280,6 +281,7 @@ class Actor(TrainedRole):
             *(self.mesh, self.layout, self.generate_layout(), shapes, self.axes),
             self.compute_dtype,
             by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
+            whole=self.placement.relay == HYBRID_V,
         )
 
     def sampling(self, n: int, *, greedy: bool) -> Sampling:

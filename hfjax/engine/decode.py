@@ -217,6 +217,24 @@ class Decoder:
             )
         return self._assemble(prompt_ids_BP, prompts.rows, responses.columns)
 
+    def lowered(
+        self, params: Params, prompts: int, width: int, sampling: Sampling
+    ) -> dict[str, jax.stages.Lowered]:
+        """Prefill, and a segment at the largest bucket, for a meter; `params` are abstract."""
+        rows = NamedSharding(self._mesh, self._layout.spec((BATCH,)))
+
+        def column(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+
+        ids = (column(prompts, width), column(prompts), column(prompts, sampling.n))
+        key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
+        options = {"sampling": sampling, "slots": sampling.max_new_tokens}
+        begin = self._begin.lower(params, *ids, key_data, None, **options)
+        held, responses, _ = self._begin.eval_shape(params, *ids, key_data, None, **options)
+        end = np.int32(sampling.max_new_tokens)
+        segment = self._continue.lower(params, held, responses, end, sampling=sampling)
+        return {"prefill": begin, "segment": segment}
+
     def _begin_impl(
         self,
         params: Params,

@@ -31,12 +31,12 @@ class _Leaf:
 
     before: tuple[tuple[str, ...], ...]
     after: tuple[tuple[str, ...], ...]
+    whole: bool  # gather over every training axis, also those that generation keeps, then cut
 
     @property
     def contained(self) -> bool:
         """Whether each device's generation shard holds its training shard."""
-        pairs = zip(self.before, self.after, strict=True)
-        return all(b[: len(a)] == a for b, a in pairs)
+        return all(_begins(b, a) for b, a in zip(self.before, self.after, strict=True))
 
     def gathers(self) -> list[tuple[int, tuple[str, ...]]]:
         """(dimension, axes) to gather over, the outermost axis first: it moves the least then.
@@ -44,23 +44,32 @@ class _Leaf:
         Where generation shards a dimension by an inner axis, all of its axes are gathered, and the
         shard is cut out of the whole afterwards.
         """
-        found = []
-        for dim, (b, a) in enumerate(zip(self.before, self.after, strict=True)):
-            dropped = b[len(a) :] if b[: len(a)] == a else b
-            if dropped:
-                found.append((dim, dropped))
+        found = self._by_dim(lambda b, a: b[len(a) :] if self._keeps(b, a) else b)
         return sorted(found, key=lambda gather: AXES.index(gather[1][0]))
 
     def cuts(self) -> list[tuple[int, tuple[str, ...]]]:
         """(dimension, axes) to slice by after the gathers."""
-        pairs = enumerate(zip(self.before, self.after, strict=True))
-        return [(dim, a) for dim, (b, a) in pairs if a and b[: len(a)] != a]
+        return self._by_dim(lambda b, a: () if self._keeps(b, a) else a)
+
+    def cuts_back(self) -> list[tuple[int, tuple[str, ...]]]:
+        """(dimension, axes) to slice by on the way back, of a leaf that is contained."""
+        return self._by_dim(lambda b, a: b[len(a) :])
+
+    def _keeps(self, before: tuple[str, ...], after: tuple[str, ...]) -> bool:
+        return _begins(before, after) and not self.whole
+
+    def _by_dim(self, axes_of: Callable) -> list[tuple[int, tuple[str, ...]]]:
+        pairs = zip(self.before, self.after, strict=True)
+        found = [(dim, axes_of(b, a)) for dim, (b, a) in enumerate(pairs)]
+        return [(dim, axes) for dim, axes in found if axes]
 
 
 class Relay:
     """Compiled moves between two layouts of one mesh, a bucket of parameters at a time.
 
-    With `by_compiler` the way is left to XLA, which may permute shards instead of gathering.
+    With `by_compiler` the way is left to XLA, which may permute shards instead of gathering; with
+    `whole` each parameter is gathered over all axes that shard it in training, then cut, as
+    HybridFlow-V does also where its groups happen to be HybridFlow's (Table 2).
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class Relay:
         dtype: Any,
         *,
         by_compiler: bool = False,
+        whole: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`shapes` are the training weights (ShapeDtypeStructs), `dtype` that of generation."""
@@ -85,6 +95,7 @@ class Relay:
             _Leaf(
                 tuple(_sharding_axes(mesh, train_layout, name) for name in leaf),
                 tuple(_sharding_axes(mesh, generate_layout, name) for name in leaf),
+                whole,
             )
             for leaf in names
         ]
@@ -272,6 +283,10 @@ def _sharding_axes(mesh: Mesh, layout: Layout, logical: str | None) -> tuple[str
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
+def _begins(axes: tuple[str, ...], start: tuple[str, ...]) -> bool:
+    return axes[: len(start)] == start
+
+
 def _gathered(x: jax.Array, leaf: _Leaf) -> jax.Array:
     for dim, axes in leaf.gathers():
         x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
@@ -281,7 +296,7 @@ def _gathered(x: jax.Array, leaf: _Leaf) -> jax.Array:
 
 
 def _sliced(x: jax.Array, leaf: _Leaf) -> jax.Array:
-    for dim, axes in leaf.gathers():
+    for dim, axes in leaf.cuts_back():
         x = _slice(x, dim, axes)
     return x
 

@@ -25,7 +25,7 @@ from hfjax.engine.scoring import score_tokens, scores_at_end, values_of
 from hfjax.metrics import Max, Mean, Metric, Min, Total, merge
 from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
 from hfjax.rl import Denominators
-from meshes.layouts import replicated
+from meshes.layouts import BATCH, replicated
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +214,28 @@ class Trainer:
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
         return self._abstract
+
+    def lowered(self, micros: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update from one stack of columns (M, mb, ...), for a meter."""
+        replicas = self.replicas
+        cast = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, replicas.weight_dtype), self._abstract.params
+        )
+        weights = _with_shardings(cast, replicas.weight_shardings)
+        sums = _with_shardings(
+            jax.eval_shape(self._zeros), replicas.gradient_shardings(scattered=self._scatters)
+        )
+        rows = NamedSharding(replicas.mesh, replicas.layout.spec((None, BATCH)))
+        placed = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+            for name, x in micros.items()
+        }
+        one, loss = np.int32(1), np.float32(1)
+        return {
+            "accumulate": self._accumulate.lower(weights, sums, placed, one, one),
+            "reduce": self._reduce.lower(sums),
+            "apply": self._apply.lower(self._abstract, self._abstract.params, loss, one),
+        }
 
     def init_state(self, params: Params) -> TrainState:
         """A fresh state that takes float32 `params` over: the first update donates them."""

@@ -46,8 +46,8 @@ def make_relay(shape, dtype, source=jnp.float32, mode="hybrid", **options):
     before = train_layout(shape, kv_heads=CFG.kv_heads, relay=mode)
     after = generate_layout(shape, kv_heads=CFG.kv_heads, relay=mode)
     shapes, axes = abstract_params(CFG, "lm", source)
-    by_compiler = mode == "hybrid-v-permute"
-    relay = Relay(mesh, before, after, shapes, axes, dtype, by_compiler=by_compiler, **options)
+    options |= {"by_compiler": mode == "hybrid-v-permute", "whole": mode == "hybrid-v"}
+    relay = Relay(mesh, before, after, shapes, axes, dtype, **options)
     placed = jax.device_put(host_params(), shardings(mesh, before, axes))
     return relay, placed, shardings(mesh, after, axes)
 
@@ -192,6 +192,19 @@ def test_bytes_of_layer_weights_are_those_of_the_paper(mode, received):
             assert traffic.bytes_received == weight.nbytes * received
             checked += 1
     assert checked == 7  # wq, wk, wv, wo, w_gate, w_up, w_down
+
+
+def test_hybrid_v_gathers_whole_groups_also_where_generation_keeps_all_of_tensor():
+    """Table 2 counts (tp - 1) / tp with t_g = t too, as for 34B and 70B: p 2 to 1, t = t_g = 4."""
+    shape = MeshShape(pipe=2, tensor_micro=4)
+    relay, params, _ = make_relay(shape, jnp.float32, mode="hybrid-v", bucket_bytes=1)
+    for traffic, bucket in zip(traffic_of(relay, params), relay._buckets, strict=True):
+        (weight,) = (jax.tree.leaves(params)[i] for i in bucket)
+        assert traffic.bytes_received == weight.nbytes * (7 / 8 if weight.ndim > 2 else 1 / 2)
+    before = jax.tree.map(np.asarray, params)
+    there = relay.to_generate(params)
+    for moved in (there, relay.to_train(there)):  # these layouts contain one another
+        jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, moved))
 
 
 # --- one copy of the weights ----------------------------------------------------------------------
