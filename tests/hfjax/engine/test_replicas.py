@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO and FSDP: gradients and updates of one device, and the collectives each stage may use."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -68,6 +70,42 @@ def test_no_stage_of_zero_changes_a_gradient(name, one_device):
             lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim), grads, params
         )
         assert all(jax.tree.leaves(same))
+
+
+def test_four_stages_of_a_layer_each_give_the_gradients_of_one_device():
+    cfg = dataclasses.replace(CFG, layers=4)
+    found = []
+    for shape, rows in ((ONE, 0), (MeshShape(pipe=2, pipe_micro=2), 2), (MeshShape(pipe=4), 8)):
+        trainer = make_trainer(lm_loss, shape, cfg=cfg, **OPTIONS)
+        params = place_params(host_params(cfg), shape, cfg=cfg)
+        micros = cut_micros(batch(), replicas=1, micro_sequences=rows)
+        found.append(trainer.gradients(params, micros)[:2])
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
+STEPPED = ("data 8", "zero 1 over 8", "zero 2, data 2, tensor 2", "pipe 2, fsdp 2, tensor 2")
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_one_step_moves_every_weight_as_on_one_device(name, one_device):
+    """Of SGD from gradients of one's own; of AdamW, whose first step is g / |g|, from the same."""
+    shape, zero = LAYOUTS[name]
+    loss, grads = jax.tree.map(np.asarray, one_device["lm"])
+    stepped = []
+    for place, stage in ((ONE, 3), (shape, zero)):
+        trainer = make_trainer(lm_loss, place, zero=stage, **OPTIONS)
+        placed = trainer.replicas.state_shardings
+        state = trainer.init_state(jax.device_put(host_params(), placed))
+        state, _ = trainer._apply(state, jax.device_put(grads, placed), loss, np.int32(1))
+        stepped.append(jax.tree.map(np.asarray, state.params))
+    assert_close(stepped[1], stepped[0], 1e-6)
+    micros = cut_micros(batch(), replicas=trainer.replicas.count, micro_sequences=8)
+    params = place_params(host_params(), shape)
+    ours = jax.tree.map(np.asarray, trainer.gradients(params, micros)[1])
+    lr = 0.05
+    sgd = [jax.tree.map(lambda p, g: p - lr * g, host_params(), g) for g in (ours, grads)]
+    assert_close(*sgd, 1e-6)
 
 
 @pytest.mark.parametrize("shape", [MeshShape(data=2, tensor=4), MeshShape(pipe=2, tensor=4)])
