@@ -263,9 +263,15 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
     assert untimed(train(ppo, dataclasses.replace(config, resume=True))) == untimed(whole)
 
 
-def slow_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
-    """Holds each step up for five seconds."""
-    time.sleep(5)
+HELD_UP_S = 25  # below the reward's deadline
+
+
+def slow_reward(
+    prompts: list[str], responses: list[str], truths: list[str], places: list[tuple[int, int]]
+) -> list[float]:
+    """Holds the second step up."""
+    if places and places[0][0] == 2:
+        time.sleep(HELD_UP_S)
     return [0.0] * len(responses)
 
 
@@ -276,13 +282,14 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     config = configured(tmp_path, reward=reward, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
+    time.sleep(2)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(1)
     os.killpg(process.pid, signal.SIGINT)
     start_s = time.monotonic()
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130, errors[-3000:]
-    assert time.monotonic() - start_s < 3
+    assert time.monotonic() - start_s < HELD_UP_S / 2  # it did not wait for the step
     assert "Traceback" not in errors
     assert records(Path(config.out))[-1][STEP] == 1
     assert not list((Path(config.out) / "checkpoints").iterdir())
