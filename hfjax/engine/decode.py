@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from hfjax.engine.pipeline_decode import Staged, stages_of
+from hfjax.engine.pipeline_decode import Staged
 from hfjax.engine.responses import (
     Columns,
     Generation,
@@ -36,6 +36,7 @@ from hfjax.engine.responses import (
 from hfjax.engine.sampling import Sampling
 from hfjax.models.llama import KVCache, ModelConfig, Params, decode_step, prefill
 from meshes.layouts import BATCH, HEAD_DIM, KV_HEADS, LAYERS, Layout
+from meshes.mesh import shape_of
 
 THREEFRY = "threefry2x32"  # rbg noise of a row changes under vmap, threefry's does not
 
@@ -129,7 +130,7 @@ class Decoder:
         self._cfg, self._mesh, self._layout = cfg, mesh, layout
         self._segment = segment
         self._segment_programs = 0
-        staged = stages_of(mesh, layout) > 1
+        staged = shape_of(mesh).over(layout.mesh_axes(LAYERS)) > 1
         self._model = Staged(cfg, mesh, layout, micros) if staged else _Whole(cfg, mesh, layout)
 
         def sharding(*axes: str | None) -> Any:  # stands in the field of an array
@@ -286,7 +287,7 @@ class Decoder:
                 f"row_id_Bn has shape {row_id_Bn.shape}; {B} prompts with n={sampling.n} "
                 f"need {(B, sampling.n)}"
             )
-        shards = math.prod(self._mesh.shape[axis] for axis in self._layout.mesh_axes(BATCH))
+        shards = shape_of(self._mesh).over(self._layout.mesh_axes(BATCH))
         if B % shards:
             raise ValueError(
                 f"{B} prompts do not divide over {shards} replicas; pad them to "

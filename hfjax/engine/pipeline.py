@@ -10,16 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from hfjax.models.llama import Params
-from meshes.mesh import PIPE, PIPE_MICRO
+from meshes.mesh import PIPE, PIPE_MICRO, shape_of
 
 STAGES = (PIPE, PIPE_MICRO)
 
 Body = Callable[[jax.Array, Params], tuple[jax.Array, None]]
-
-
-def stages_of(mesh: Mesh) -> int:
-    """How many stages the layers of a model on `mesh` have."""
-    return mesh.shape[PIPE] * mesh.shape[PIPE_MICRO]
 
 
 def pipeline(mesh: Mesh, micros: int, *, fence: bool) -> Callable[[Body, jax.Array, Params], Any]:
@@ -30,7 +25,7 @@ def pipeline(mesh: Mesh, micros: int, *, fence: bool) -> Callable[[Body, jax.Arr
     M + p - 1 ticks, of which each stage idles p - 1. Only what enters a stage is kept for the
     backward pass; the rest is computed again there. With `fence` gathered weights live a tick.
     """
-    stages = stages_of(mesh)
+    stages = shape_of(mesh).over(STAGES)
     forward = [(s, (s + 1) % stages) for s in range(stages)]
 
     def stage(body: Body, layers: Params, x_pMRbTD: jax.Array) -> jax.Array:

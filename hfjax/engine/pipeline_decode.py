@@ -13,7 +13,6 @@ slower for it. What it draws is added over the stages, three numbers a row: all 
 the same columns, see the same rows end, and leave in the same tick.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -38,13 +37,9 @@ from hfjax.models.llama import (
     prefill_layers,
 )
 from meshes.layouts import BATCH, HEAD_DIM, KV_HEADS, LAYERS, Axes, Layout, divisors
+from meshes.mesh import shape_of
 
 WHOLE: Any = PartitionSpec()
-
-
-def stages_of(mesh: Mesh, layout: Layout) -> int:
-    """p_g: into how many stages a layout cuts the layers."""
-    return math.prod(mesh.shape[axis] for axis in layout.mesh_axes(LAYERS))
 
 
 class Staged:
@@ -59,8 +54,8 @@ class Staged:
             raise ValueError(f"micros={micros} must be at least 1, or None for one a stage")
         self._mesh, self._layout, self._pipe = mesh, layout, layout.mesh_axes(LAYERS)
         self._pass = partial(_Pass, cfg=cfg, pipe=self._pipe, constrain=self._constrain)
-        self._wished = micros or stages_of(mesh, layout)
-        self._replicas = math.prod(mesh.shape[axis] for axis in layout.mesh_axes(BATCH))
+        self._wished = micros or shape_of(mesh).over(self._pipe)
+        self._replicas = shape_of(mesh).over(layout.mesh_axes(BATCH))
 
     def micros_of(self, rows: int) -> int:
         """M: the largest number up to the one wished for that divides the rows of a replica.

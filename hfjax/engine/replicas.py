@@ -7,7 +7,6 @@ replica (on its own devices, so nothing is copied), and is mapped over the stack
 stacked too, and stay where they are until `reduce` or `scatter` (ZeRO, arXiv 1910.02054 §5).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hfjax.engine.pipeline import STAGES, Body, pipeline, stages_of
+from hfjax.engine.pipeline import STAGES, Body, pipeline
 from hfjax.models.llama import Params, Run
 from meshes.layouts import (
     BATCH,
@@ -34,7 +33,7 @@ from meshes.layouts import (
     state_layout,
     zero_axes,
 )
-from meshes.mesh import AXES
+from meshes.mesh import AXES, shape_of
 
 
 @dataclass(frozen=True)
@@ -66,17 +65,18 @@ class Replicas:
     ) -> None:
         """`shapes` and `axes` of the parameters (abstract_params), `dtype` of computation."""
         self._batch, self._zero = layout.mesh_axes(BATCH), zero_axes(relay)
-        sharded = _size(mesh, self._zero) > 1
+        shape = shape_of(mesh)
+        sharded = shape.over(self._zero) > 1
         layout = layout if sharded else Layout(layout.name, {**layout.rules, EMBED: None})
         state = state_layout(layout, relay) if sharded else layout
         for each in (layout, state):
             check(mesh, each, shapes, axes)
         self.mesh, self.layout, self.dtype = mesh, layout, jnp.dtype(dtype)
-        self.count = _size(mesh, self._batch)
+        self.count = shape.over(self._batch)
         self.row_sharding = batch_sharding(mesh, layout)
         self.weight_shardings = shardings(mesh, layout, axes)
         self.state_shardings = shardings(mesh, state, axes)
-        self.stages = stages_of(mesh)
+        self.stages = shape.over(STAGES)
         across = STAGES if self.stages > 1 else ()
         self._over = (*self._batch, *across)
         self._leaves = jax.tree.map(
@@ -244,7 +244,7 @@ class Replicas:
 
     def _constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """The layout of an activation within `each`; positions that do not divide stay together."""
-        split = _size(self.mesh, self._inner.mesh_axes(SEQUENCE))
+        split = shape_of(self.mesh).over(self._inner.mesh_axes(SEQUENCE))
         named = zip(axes, x.shape, strict=True)
         spec = self._inner.spec([None if a == SEQUENCE and n % split else a for a, n in named])
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -301,10 +301,6 @@ def _filled(x_Rb: jax.Array, multiple: int) -> jax.Array:
     """Rows of zeros added to those of each replica, up to a multiple."""
     missing = -x_Rb.shape[1] % multiple
     return jnp.pad(x_Rb, [(0, 0), (0, missing)] + [(0, 0)] * (x_Rb.ndim - 2))
-
-
-def _size(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -123,6 +123,7 @@ def runs(columns: Columns, rows: Rows, position: jax.Array) -> jax.Array:
 
 
 def any_runs(columns: Columns, rows: Rows, position: jax.Array) -> jax.Array:
+    """Whether any row of the batch still has a token at `position`."""
     return jnp.any(runs(columns, rows, position))
 
 
