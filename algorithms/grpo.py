@@ -9,10 +9,11 @@ import numpy as np
 
 from algorithms.ppo import actor_loss
 from hfjax import rl
+from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import finalize, stage
-from hfjax.roles import Actor, Reference, Reward
+from hfjax.roles import Reference, Reward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 
 from hfjax import rl
+from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.engine.train import Outputs
 from hfjax.metrics import Mean, stage
-from hfjax.roles import Actor, Critic, Reference, Reward
+from hfjax.roles import Critic, Reference, Reward
 
 
 @dataclass(frozen=True, kw_only=True)

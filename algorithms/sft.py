@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from hfjax import rl
+from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.engine.train import Outputs
 from hfjax.items import EXAMPLES
 from hfjax.metrics import Mean
-from hfjax.roles import Actor
 
 DATA = EXAMPLES  # rows are demonstrations, not prompts
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from hfjax.actor import Actor, stop_ids
 from hfjax.config import RolloutConfig
 from hfjax.data import HeldOut, Source, extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
@@ -19,13 +20,11 @@ from hfjax.items import PROMPTS
 from hfjax.models.hf import check_files, load_config, resolve_model
 from hfjax.rewards import FunctionReward
 from hfjax.roles import (
-    Actor,
     ModelRole,
     Reward,
     TrainedRole,
     check_model,
     role_class,
-    stop_ids,
 )
 from hfjax.tokenizer import check_vocabulary, load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
@@ -113,6 +112,13 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         _check_micro(plan, role, tokens)
     for role, place in plan.placement.roles.items():
         check_model(builders[role], place, tokens, highest_id)
+        if second := plan.placement.rollout(role):
+            if not builders[role].keywords.get("rollout"):
+                raise ValueError(
+                    f"[{role}] generate_pool = {second.pool!r}: this role does not generate; "
+                    "remove generate_pool and relay"
+                )
+            check_model(builders[role], second, tokens, highest_id)
         _check_weights(builders[role])
         if (other := builders[role].keywords["model"]) != model:
             check_vocabulary(load_tokenizer(model), load_tokenizer(other))

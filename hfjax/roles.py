@@ -6,7 +6,6 @@ holds, on the host) and return an Answer. Names are the paper's (HybridFlow Tabl
 """
 
 import dataclasses
-import time
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.config import RolloutConfig, TrainingConfig
+from hfjax.config import TrainingConfig
 from hfjax.controller.protocol import (
     ONE_TO_ALL,
-    THREE_D_ALL_MICRO_DP,
     THREE_D_PROTO,
     Answer,
     Shard,
@@ -25,22 +23,17 @@ from hfjax.controller.protocol import (
 )
 from hfjax.controller.worker import RoleContext
 from hfjax.engine.checkpoint import restore_role, save_role
-from hfjax.engine.decode import Decoder
 from hfjax.engine.hybrid import Relay, Weights
 from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.offload import to_device, to_host
 from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.replicas import Replicas
-from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import LossFn, OptimizerConfig, Trainer, TrainState
 from hfjax.metrics import finalize, merge
-from hfjax.models.hf import generation_stop_ids, load_config, load_params
+from hfjax.models.hf import load_config, load_params
 from hfjax.models.llama import Head, ModelConfig, abstract_params, init_params
-from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import (
-    HYBRID_V,
-    HYBRID_V_PERMUTE,
     Layout,
     check,
     generate_layout,
@@ -244,126 +237,6 @@ class TrainedRole(ModelRole):
         save_role(path, self.held.state(), self.saved)
 
 
-class Actor(TrainedRole):
-    """The policy: generates, scores its tokens, learns."""
-
-    with_entropy = True
-
-    def __init__(
-        self,
-        context: RoleContext,
-        *,
-        rollout: RolloutConfig | None = None,
-        seed: int = 0,
-        **trained: Any,
-    ) -> None:
-        """`rollout` None: an actor that never generates."""
-        temperature = rollout.temperature if rollout else 1.0
-        self.seed, self.rollout = seed, rollout
-        super().__init__(context, temperature=temperature, seed=seed, **trained)
-        if rollout:
-            layout = self.generate_layout()
-            self.generation = Passes(self.mesh, layout)
-            self.decoder = Decoder(self.config, self.mesh, layout)
-            self.stop_ids = stop_ids(self.model)
-
-    def generate_layout(self) -> Layout:
-        """Where weights and rows lie while it generates."""
-        kv_heads, relay = self.config.kv_heads, self.placement.relay
-        return generate_layout(self.shape, kv_heads=kv_heads, relay=relay)
-
-    def make_relay(self) -> Relay | None:
-        """From training to generation."""
-        if self.rollout is None:
-            return None
-        shapes, _ = abstract_params(self.config, self.head, self.replicas.weight_dtype)
-        return Relay(
-            *(self.mesh, self.layout, self.generate_layout(), shapes, self.axes),
-            self.compute_dtype,
-            by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
-            whole=self.placement.relay == HYBRID_V,
-        )
-
-    def sampling(self, n: int, *, greedy: bool) -> Sampling:
-        """The rollout's settings for n responses a prompt; greedy ones ignore the filters."""
-        r = self.rollout
-        assert r is not None, "this actor was built without a [rollout] section"
-        greedy = greedy or r.temperature == 0
-        filters = {} if greedy else {"top_k": r.top_k, "top_p": r.top_p, "min_p": r.min_p}
-        return Sampling(
-            n=n,
-            temperature=self.temperature,
-            greedy=greedy,
-            max_new_tokens=r.max_new_tokens,
-            min_new_tokens=r.min_new_tokens,
-            stop_ids=self.stop_ids,
-            ignore_eos=r.ignore_eos,
-            **filters,
-        )
-
-    @method(
-        THREE_D_ALL_MICRO_DP,
-        reads=("prompt_ids", "prompt_length", "row_id"),
-        optional=("max_new_tokens",),
-        writes=(
-            "input_ids",
-            "length",
-            "response_mask",
-            "rollout_log_probs",
-            "rollout_truncated_log_probs",
-            "truncated",
-        ),
-    )
-    def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
-        """A response a row; the n adjacent rows of a prompt share its prefill.
-
-        A sampled token depends on (seed, step, row_id, position) and the weights alone. Weights
-        are re-laid first if they changed. rollout_log_probs are those of logits / temperature over
-        the whole vocabulary, rollout_truncated_log_probs those over what the filters left.
-        """
-        start_s = time.perf_counter()
-        weights = self.held.generate()
-        relay_s = time.perf_counter() - start_s
-        n, place = shard.group, self.generation.placer(shard)
-        sampling = self.sampling(n, greedy=greedy)
-        default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
-        limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
-        out = self.decoder.generate(
-            weights,
-            place(shard.columns["prompt_ids"][::n], n),
-            place(shard.columns["prompt_length"][::n], n, filler=1),
-            place(shard.columns["row_id"].reshape(-1, n), n),
-            jax.random.fold_in(jax.random.key(self.seed), shard.step),
-            sampling,
-            max_new_B=place(limit.reshape(-1, n), n),
-        )
-        filtered_BT = out.truncated_log_probs_BT
-        arrays = {
-            "input_ids": out.input_ids_BT,
-            "length": out.length_B,
-            "response_mask": out.response_mask_BT,
-            "rollout_log_probs": out.log_probs_BT,
-            "rollout_truncated_log_probs": out.log_probs_BT if filtered_BT is None else filtered_BT,
-            "truncated": out.truncated_B,
-        }
-        columns = self.generation.collect(shard, arrays)
-        return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
-
-    @method(
-        THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
-    )
-    def compute_log_prob(self, shard: Shard) -> Answer:
-        """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
-        logp, entropy = self.forward(shard, ("input_ids",), self.scorer.log_probs)
-        columns = {"old_log_probs": masked(logp, shard), "entropy": masked(entropy, shard)}
-        return Answer(columns, shard.rows)
-
-    @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
-    def update_actor(self, shard: Shard) -> Answer:
-        """Updates the policy."""
-        return self.update(shard, "actor")
-
-
 class Critic(TrainedRole):
     """The value function; started from a policy, its head is zero."""
 
@@ -402,12 +275,6 @@ class Reward(ModelRole):
         names = ("input_ids", "length")
         (score,) = self.forward(shard, names, self.scorer.scores)
         return Answer({"score": score}, shard.rows)
-
-
-def stop_ids(model: str) -> tuple[int, ...]:
-    """Ids that end a response: those of the model's files and the tokenizer's end token."""
-    ids = (*generation_stop_ids(model), *load_tokenizer(model).stop_ids)
-    return tuple(dict.fromkeys(ids))
 
 
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:

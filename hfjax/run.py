@@ -44,6 +44,8 @@ STAGES = {  # method -> verl's name of the stage
     "compute_log_prob": "old_log_prob",
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
+    "send_weights": "update_weights",
+    "receive_weights": "update_weights",
 }
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 

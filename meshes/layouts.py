@@ -40,7 +40,9 @@ HYBRID_V = "hybrid-v"  # consecutive groups; gathered over all of p and t, then 
 HYBRID_V_PERMUTE = "hybrid-v-permute"  # the same layouts, moved as the compiler likes
 DS_CHAT = "ds-chat"  # ZeRO-3 over all devices, then tensor parallel (DeepSpeed-Chat)
 SHARED = "shared"  # one layout for both (NeMo-Aligner)
-RELAYS = (HYBRID, HYBRID_V, HYBRID_V_PERMUTE, DS_CHAT, SHARED)
+TWO_COPIES = "two-copies"  # generation on a pool of its own, every weight sent there (OpenRLHF)
+RELAYS = (HYBRID, HYBRID_V, HYBRID_V_PERMUTE, DS_CHAT, SHARED, TWO_COPIES)
+ON_ONE_POOL = RELAYS[:-1]  # modes that compile to programs of one mesh
 ZERO = (1, 2, 3)  # stages of ZeRO over the mesh axis `fsdp`
 
 Rule = str | tuple[str, ...] | None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placements: the pool and mesh of every role, read from and written to TOML."""
 
-import difflib
 import tomllib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from meshes.layouts import (
     HYBRID,
     RELAYS,
     SHARED,
+    TWO_COPIES,
     ZERO,
     divisors,
     either,
@@ -21,13 +21,14 @@ from meshes.layouts import (
     train_batch,
 )
 from meshes.mesh import DATA, FSDP, PIPE, PIPE_MICRO, TENSOR, TENSOR_MICRO, MeshShape
+from meshes.toml import bare_key, checked_table, did_you_mean, spelled, unknown_name
 
 PRESETS = Path(__file__).parent / "presets"
 PLATFORMS = ("cpu", "gpu")
 
 POOL_KEYS = ("devices", "processes")
 ROLE_KEYS = (
-    *("pool", "train", "infer", "generate"),
+    *("pool", "train", "infer", "generate", "generate_pool"),
     *("zero", "sequence_parallel", "relay", "offload"),
 )
 MESH_KEYS = (DATA, FSDP, PIPE, TENSOR)
@@ -61,7 +62,8 @@ class Pool:
 class RolePlacement:
     """Where a role lives; `train` if it is updated there, `infer` if it only computes.
 
-    `generate` holds only p_g (pipe) and t_g (tensor); the micro-DP size follows.
+    `generate` holds only p_g (pipe) and t_g (tensor); the micro-DP size follows. With relay
+    "two-copies" they are of `generate_pool`, and its data parallel size follows.
     """
 
     role: str
@@ -69,6 +71,7 @@ class RolePlacement:
     train: MeshShape | None = None
     infer: MeshShape | None = None
     generate: MeshShape | None = None
+    generate_pool: str | None = None  # of relay "two-copies": where a second copy generates
     zero: int = 3  # what `fsdp` shards: 1 optimizer state, 2 and gradients, 3 and weights
     sequence_parallel: bool = False  # tensor axes split positions between matrix products
     relay: str = HYBRID  # how weights move from training to generation
@@ -109,7 +112,9 @@ class RolePlacement:
 
     @property
     def _kept(self) -> MeshShape:
-        return self.base if self.generate is None or self.relay == SHARED else self.generate
+        if self.generate is None or self.relay in (SHARED, TWO_COPIES):
+            return self.base
+        return self.generate
 
     @property
     def train_batch(self) -> tuple[str, ...]:
@@ -140,15 +145,26 @@ class RolePlacement:
             )
             return
         if type(self.zero) is not int or self.zero not in ZERO:
-            yield f"zero = {_toml(self.zero)}: stages of ZeRO over fsdp are {either(ZERO)}"
+            yield f"zero = {spelled(self.zero)}: stages of ZeRO over fsdp are {either(ZERO)}"
         if self.relay not in RELAYS:
             yield f"relay = {self.relay!r} is unknown; use {either(map(repr, RELAYS))}"
         for key in ("offload", "sequence_parallel"):
             if type(getattr(self, key)) is not bool:
-                yield f"{key} = {_toml(getattr(self, key))}: must be true or false"
+                yield f"{key} = {spelled(getattr(self, key))}: must be true or false"
         base, where = self.base, "train" if self.train else "infer"
         if base.pipe > 1 and base.fsdp > 1 and self.zero == 2:
             yield "zero = 2 with pipe: a pipeline adds its gradients up first; use zero = 1 or 3"
+        if (self.relay == TWO_COPIES) != (self.generate_pool is not None):
+            yield (
+                f"relay = {self.relay!r}, generate_pool = {spelled(self.generate_pool)}: "
+                f"{TWO_COPIES!r} and a generate_pool go together; set both or neither"
+            )
+        if self.relay == TWO_COPIES:
+            if self.generate_pool == self.pool:
+                yield f"generate_pool = {spelled(self.pool)} is the role's own pool; name another"
+            if self.train is None:
+                yield f"relay = {self.relay!r}: only a role that is trained has a copy to send"
+            return
         if self.relay == DS_CHAT:
             yield from self._ds_chat_problems(where)
             return
@@ -185,13 +201,12 @@ class Placement:
     def __post_init__(self) -> None:
         if self.platform not in (None, *PLATFORMS):
             legal = either(map(repr, PLATFORMS))
-            raise ValueError(f"platform = {_toml(self.platform)} is unknown; use {legal}")
+            raise ValueError(f"platform = {spelled(self.platform)} is unknown; use {legal}")
         problems = [line for role in self.roles.values() for line in self._role_problems(role)]
         if not self.roles:
             problems.append("no role is placed; add a section such as [actor]")
-        used = {role.pool for role in self.roles.values()}
         for name in self.pools:
-            if self.roles and name not in used:
+            if self.roles and name not in _used(self.roles.values()):
                 problems.append(f"[pool.{name}] holds no role; remove it or place a role there")
         if problems:
             raise ValueError("\n".join(problems))
@@ -207,7 +222,7 @@ class Placement:
             if name == pool:
                 return range(start, start + each.devices)
             start += each.devices
-        raise ValueError(_unknown("pool", pool, self.pools))
+        raise ValueError(unknown_name("pool", pool, self.pools))
 
     def check(self, role_names: Collection[str]) -> None:
         """Refuses a placement that lacks a role of the algorithm, or holds one it has not."""
@@ -220,7 +235,7 @@ class Placement:
             if name not in self.roles
         ]
         problems += [
-            f"section [{name}] is no role of the algorithm{_nearest(name, role_names)}; "
+            f"section [{name}] is no role of the algorithm{did_you_mean(name, role_names)}; "
             f"its roles: {need}"
             for name in self.roles
             if name not in role_names
@@ -231,23 +246,28 @@ class Placement:
     def only(self, role_names: Collection[str]) -> "Placement":
         """The same placement without other roles, and without the pools that they leave empty."""
         roles = {name: role for name, role in self.roles.items() if name in role_names}
-        used = {role.pool for role in roles.values()}
+        used = _used(roles.values())
         pools = {name: pool for name, pool in self.pools.items() if name in used}
         return Placement(pools, roles, self.platform)
+
+    def rollout(self, role: str) -> RolePlacement | None:
+        """Where the second copy of a role with relay "two-copies" generates; None of others."""
+        trained = self.roles[role]
+        if trained.generate_pool is None:
+            return None
+        keep = trained.generate or MeshShape()
+        data = self.pools[trained.generate_pool].devices // keep.devices
+        shape = replace(keep, data=data)
+        return RolePlacement(role, trained.generate_pool, infer=shape, generate=keep, relay=SHARED)
 
     def table(self) -> str:
         """role -> pool -> devices -> mesh as aligned plain text."""
         devices = f"{self.platform or ''} devices".lstrip()
-        rows = [("role", "pool", devices, "layout", "mesh", "generate", "micro-DP")]
-        for name, role in self.roles.items():
-            pool, span = self.pools[role.pool], self.device_range(role.pool)
-            ids = str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
-            split = f" in {pool.processes} processes" if pool.processes > 1 else ""
-            keep = role.generate
-            generate = f"pipe {keep.pipe}, tensor {keep.tensor}" if keep else "-"
-            micro = str(role.micro_replicas) if keep else "-"
-            layout = "train" if role.train else "infer"
-            rows.append((name, pool.name, ids + split, layout, str(role.base), generate, micro))
+        rows: list[tuple[str, ...]] = [
+            ("role", "pool", devices, "layout", "mesh", "generate", "micro-DP")
+        ]
+        for name in self.roles:
+            rows += self._table_rows(name)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = (
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -255,30 +275,59 @@ class Placement:
         )
         return "\n".join(line.rstrip() for line in lines)
 
+    def _table_rows(self, name: str) -> Iterable[tuple[str, ...]]:
+        """A line of the table for each layout of a role that has a pool of its own."""
+        role, second = self.roles[name], self.rollout(name)
+        layout = "train" if role.train else "infer"
+        for each, kind in ((role, layout), (second, "generate")):
+            if each is None:
+                continue
+            pool, span = self.pools[each.pool], self.device_range(each.pool)
+            ids = str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
+            split = f" in {pool.processes} processes" if pool.processes > 1 else ""
+            keep = None if each is role and second else each.generate
+            generate = f"pipe {keep.pipe}, tensor {keep.tensor}" if keep else "-"
+            micro = str(each.micro_replicas) if keep else "-"
+            yield name, pool.name, ids + split, kind, str(each.base), generate, micro
+
     def to_toml(self) -> str:
         """The placement file that reads back equal to this one."""
-        lines = [f"platform = {_toml(self.platform)}", ""] if self.platform else []
+        lines = [f"platform = {spelled(self.platform)}", ""] if self.platform else []
         for pool in self.pools.values():
-            lines += [f"[pool.{_key(pool.name)}]", f"devices = {pool.devices}"]
+            lines += [f"[pool.{bare_key(pool.name)}]", f"devices = {pool.devices}"]
             lines += [f"processes = {pool.processes}", ""]
         for role in self.roles.values():
-            lines += [f"[{_key(role.role)}]", f"pool = {_toml(role.pool)}"]
+            lines += [f"[{bare_key(role.role)}]", f"pool = {spelled(role.pool)}"]
             for name, keys in (("train", MESH_KEYS), ("infer", MESH_KEYS)):
                 if shape := getattr(role, name):
                     sizes = {k: getattr(shape, k) for k in keys if getattr(shape, k) > 1}
-                    lines.append(f"{name} = {_toml(sizes or {DATA: 1})}")
+                    lines.append(f"{name} = {spelled(sizes or {DATA: 1})}")
             if role.generate:
                 sizes = {key: getattr(role.generate, key) for key in GENERATE_KEYS}
-                lines.append(f"generate = {_toml(sizes)}")
+                lines.append(f"generate = {spelled(sizes)}")
+            if role.generate_pool is not None:
+                lines.append(f"generate_pool = {spelled(role.generate_pool)}")
             lines += [f"zero = {role.zero}"] if role.base.fsdp > 1 else []
             lines += ["sequence_parallel = true"] if role.sequence_parallel else []
-            lines += [f"relay = {_toml(role.relay)}", f"offload = {_toml(role.offload)}", ""]
+            lines += [
+                f"relay = {spelled(role.relay)}",
+                f"offload = {spelled(role.offload)}",
+                "",
+            ]
         return "\n".join(lines)
 
     def _role_problems(self, role: RolePlacement) -> Iterable[str]:
-        if role.pool not in self.pools:
-            yield f"[{role.role}] {_unknown('pool', role.pool, self.pools)}"
-            return
+        used = [name for name in (role.pool, role.generate_pool) if name is not None]
+        for name in used:
+            if name not in self.pools:
+                yield f"[{role.role}] {unknown_name('pool', name, self.pools)}"
+                return
+        keep = role.generate or MeshShape()
+        if role.generate_pool and (have := self.pools[role.generate_pool].devices) % keep.devices:
+            yield (
+                f"[{role.role}] generate: pipe {keep.pipe} * tensor {keep.tensor} does not divide "
+                f"the {have} devices of [pool.{role.generate_pool}]; use {either(divisors(have))}"
+            )
         base, pool = role.base, self.pools[role.pool]
         if base.devices != pool.devices:
             where = "train" if role.train else "infer"
@@ -332,7 +381,7 @@ def load_placement(source: str | Path, roles: Collection[str] | None = None) -> 
     is_preset = str(source) in preset_names()
     path = preset if is_preset else Path(source)
     if not path.is_file():
-        near = _nearest(str(source), preset_names())
+        near = did_you_mean(str(source), preset_names())
         raise ValueError(
             f"placement {str(source)!r} is neither a file nor a preset{near}; "
             f"presets: {', '.join(preset_names())}"
@@ -352,21 +401,21 @@ def parse_placement(text: str) -> Placement:
     document = tomllib.loads(text)
     platform = document.pop("platform", None)
     pools = {
-        name: Pool(name, **_table(f"pool.{name}", table, POOL_KEYS, required=("devices",)))
-        for name, table in _table("pool", document.pop("pool", {}), None).items()
+        name: Pool(name, **checked_table(f"pool.{name}", table, POOL_KEYS, required=("devices",)))
+        for name, table in checked_table("pool", document.pop("pool", {}), None).items()
     }
     roles = {role: _parse_role(role, table) for role, table in document.items()}
     return Placement(pools, roles, platform)
 
 
 def _parse_role(role: str, table: Any) -> RolePlacement:
-    fields = _table(role, table, ROLE_KEYS, required=("pool",))
-    for key in ("pool", "relay"):
+    fields = checked_table(role, table, ROLE_KEYS, required=("pool",))
+    for key in ("pool", "generate_pool", "relay"):
         if not isinstance(fields.get(key, ""), str):
-            raise ValueError(f"[{role}] {key} = {_toml(fields[key])}: must be a text in quotes")
+            raise ValueError(f"[{role}] {key} = {spelled(fields[key])}: must be a text in quotes")
     for key, legal in (("train", MESH_KEYS), ("infer", MESH_KEYS), ("generate", GENERATE_KEYS)):
         if key in fields:
-            sizes = _table(f"{role}.{key}", fields[key], legal)
+            sizes = checked_table(f"{role}.{key}", fields[key], legal)
             try:
                 fields[key] = MeshShape(**sizes)
             except ValueError as error:
@@ -374,46 +423,6 @@ def _parse_role(role: str, table: Any) -> RolePlacement:
     return RolePlacement(role, **fields)
 
 
-def _table(
-    section: str, value: Any, legal: Sequence[str] | None, required: Sequence[str] = ()
-) -> dict[str, Any]:
-    """A TOML table whose keys are all legal and none of the required missing."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{section} = {_toml(value)}: must be a table, with keys of its own")
-    for key in value:
-        if legal is not None and key not in legal:
-            raise ValueError(f"[{section}] {_unknown('key', key, legal)}")
-    for key in required:
-        if key not in value:
-            raise ValueError(
-                f"[{section}] lacks the key {key!r}; its keys: {', '.join(legal or ())}"
-            )
-    return dict(value)
-
-
-def _unknown(kind: str, name: str, legal: Iterable[str]) -> str:
-    legal = list(legal)
-    return f"unknown {kind} {name!r}{_nearest(name, legal)}; legal: {', '.join(legal)}"
-
-
-def _nearest(name: str, legal: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(legal), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
-
-
-def _key(name: str) -> str:
-    """A bare TOML key where the name allows it, a quoted one where not."""
-    bare = name.isascii() and name.replace("-", "a").replace("_", "a").isalnum()
-    return name if bare else _toml(name)
-
-
-def _toml(value: object) -> str:
-    """A value as TOML spells it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + " }"
-    return repr(value)
+def _used(roles: Iterable[RolePlacement]) -> set[str | None]:
+    """Pools that roles lie or generate on."""
+    return {pool for role in roles for pool in (role.pool, role.generate_pool)}

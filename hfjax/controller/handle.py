@@ -15,11 +15,14 @@ from hfjax.controller.pool import LocalPool, LocalRuntime, Pool, Runtime
 from hfjax.controller.protocol import Method, Ranks, methods_of
 from hfjax.controller.ray_pool import RayRuntime
 from hfjax.controller.worker import BUILD, Call
+from hfjax.engine.exchange import Exchange
 from meshes.mesh import MeshShape
-from meshes.placement import Placement
+from meshes.placement import Placement, RolePlacement
 
 RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
 DRIVER = "driver"  # the pool of roles that live beside the controller
+SEND, RECEIVE = "send_weights", "receive_weights"  # methods of a role and of its second copy
+IN_FLIGHT = 2  # buckets of weights on their way between pools
 
 
 class Reply:
@@ -51,6 +54,8 @@ class RoleHandle:
     ) -> None:
         role_class, settings = _unwrapped(builder)
         self.role, self.pool, self.ranks, self.models = role, pool, ranks, models
+        self.second: SecondCopy | None = None
+        self.calls = 0  # any of them may have changed the weights
         self.methods = {
             name: _with_extra(declared, settings)
             for name, declared in methods_of(role_class).items()
@@ -61,12 +66,15 @@ class RoleHandle:
             raise AttributeError(
                 f"role {self.role!r} has no method {name!r}; it has {', '.join(self.methods)}"
             )
+        if self.second and name in self.second.handle.methods:
+            return partial(self.second.call, name)
         declared = self.methods[name]
         return partial(self._call if declared.takes_batch else self._command, name, declared)
 
     def _call(self, name: str, declared: Method, batch: Batch, /, **kwargs: Any) -> Any:
         models = self.models
         models.calls.check()
+        self.calls += 1
         columns = self._columns(name, declared, batch)
         n_rows, group = len(batch), models.group
         rows = declared.protocol.distribute(self.ranks, n_rows, group)
@@ -88,7 +96,7 @@ class RoleHandle:
             for rank in range(self.pool.processes)
         ]
         inputs = [c.calls for c in columns.values() if isinstance(c, Future)]
-        refs, call = self._send(calls, values, frozenset().union(*inputs))
+        refs, call = self.send(calls, values, frozenset().union(*inputs))
         metrics = Metrics(lambda timeout_s: models.calls.finish(call, timeout_s)[0].metrics)
         if not declared.writes:
             return metrics
@@ -106,14 +114,16 @@ class RoleHandle:
     def _command(self, name: str, declared: Method, /, *args: Any, **kwargs: Any) -> Reply:
         models = self.models
         models.calls.check()
+        self.calls += 1
         call = Call(self.role, name, models.step, args, kwargs)
         everyone = range(self.pool.processes)
-        _, pending = self._send([call for _ in everyone], [[] for _ in everyone], frozenset())
+        _, pending = self.send([call for _ in everyone], [[] for _ in everyone], frozenset())
         return Reply(models.calls, pending)
 
-    def _send(
+    def send(
         self, calls: list[Call], values: list[list[Any]], inputs: frozenset[int]
     ) -> tuple[list[list[Any]], PendingCall]:
+        """Sends a call to each process with the values that follow it; refs of what they give."""
         refs = self.pool.call(list(zip(calls, values, strict=True)))
         infos = [mine[-1] for mine in refs]
         first = calls[0]
@@ -162,6 +172,58 @@ class RoleHandle:
         if self.pool.here:
             values = [self.models.calls.fetch(mine) for mine in values]
         return pieces, values
+
+
+class SecondCopy:
+    """Where the weights of a role generate in another pool (relay "two-copies").
+
+    Before a call they are sent there if the role was called since, bucket by bucket, from worker
+    to worker; a bucket waits until the one before the last has arrived.
+    """
+
+    def __init__(self, first: RoleHandle, handle: RoleHandle, exchange: Exchange) -> None:
+        self.first, self.handle, self.exchange = first, handle, exchange
+        self._calls = -1  # of the first copy when weights were last sent
+
+    def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """A method of the second copy, with the newest weights."""
+        self.handle.models.calls.check()
+        if self._calls != self.first.calls:
+            self._renew()
+        return getattr(self.handle, name)(*args, **kwargs)
+
+    def _renew(self) -> None:
+        arrived: list[tuple[list[Any], frozenset[int]]] = [([], frozenset())] * IN_FLIGHT
+        for bucket in range(len(self.exchange.buckets)):
+            after, inputs = arrived[bucket]
+            parcels, sent = self._transfer(bucket, after, inputs)
+            arrived.append(self._received(bucket, parcels, sent))
+        self._calls = self.first.calls
+
+    def _transfer(
+        self, bucket: int, after: list[Any], inputs: frozenset[int]
+    ) -> tuple[dict[int, list[Any]], frozenset[int]]:
+        """Refs of the parcels that each process of the first pool writes."""
+        first, ranks = self.first, range(self.first.pool.processes)
+        counts = [len(self.exchange.parcels(bucket, writer=rank)) for rank in ranks]
+        names = [tuple(f"parcel {k}" for k in range(count)) for count in counts]
+        step = first.models.step
+        calls = [Call(first.role, SEND, step, (bucket,), writes=mine) for mine in names]
+        refs, pending = first.send(calls, [after for _ in ranks], inputs)
+        parcels = {rank: mine[:-1] for rank, mine in enumerate(refs)}
+        return parcels, frozenset({pending.number})
+
+    def _received(
+        self, bucket: int, parcels: dict[int, list[Any]], sent: frozenset[int]
+    ) -> tuple[list[Any], frozenset[int]]:
+        """Refs that are there when every process of the second pool has taken its parcels."""
+        handle, waiting = self.handle, {rank: iter(mine) for rank, mine in parcels.items()}
+        refs = [(parcel, next(waiting[parcel.writer])) for parcel in self.exchange.parcels(bucket)]
+        ranks = range(handle.pool.processes)
+        values = [[ref for parcel, ref in refs if rank in parcel.readers] for rank in ranks]
+        call = Call(handle.role, RECEIVE, handle.models.step, (bucket,))
+        replies, pending = handle.send([call for _ in ranks], values, sent)
+        return [mine[-1] for mine in replies], frozenset({pending.number})
 
 
 class Models:
@@ -232,27 +294,39 @@ def start(
             )
             pool.build(role, builders[role], None)
         pools = world.open(list(placement.pools.values()))
-        for role, where in placement.roles.items():
-            pool = pools[where.pool]
-            ranks = Ranks(
-                *(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch)
-            )
-            models.handles[role] = RoleHandle(role, builders[role], pool, ranks, models)
-        _build(models, builders, placement)
+        _place(models, builders, placement, pools)
     except BaseException:
         models.shutdown()
         raise
     return models
 
 
-def _build(
-    models: Models, builders: Mapping[str, Callable[..., Any]], placement: Placement
+def _place(
+    models: Models,
+    builders: Mapping[str, Callable[..., Any]],
+    placement: Placement,
+    pools: Mapping[str, Pool],
 ) -> None:
-    """Builds the placed roles; pools work side by side."""
+    """Builds the placed roles, with their second copies; pools work side by side."""
+
+    def build(role: str, builder: Callable[..., Any], where: RolePlacement) -> RoleHandle:
+        pool = pools[where.pool]
+        ranks = Ranks(*(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch))
+        handle = RoleHandle(role, builder, pool, ranks, models)
+        infos = pool.build(role, builder, where)
+        models.calls.submit(role, BUILD, 0, pool, frozenset(), infos)
+        return handle
+
     for role, where in placement.roles.items():
-        handle = models.handles[role]
-        infos = handle.pool.build(role, builders[role], where)
-        models.calls.submit(role, BUILD, 0, handle.pool, frozenset(), infos)
+        builder, second = builders[role], placement.rollout(role)
+        if second is None:
+            models.handles[role] = build(role, builder, where)
+            continue
+        processes = pools[where.pool].processes, pools[second.pool].processes
+        split = _unwrapped(builder)[0].two_copies
+        first_builder, second_builder, exchange = split(builder, where, second, processes)
+        first = models.handles[role] = build(role, first_builder, where)
+        first.second = SecondCopy(first, build(role, second_builder, second), exchange)
     models.drain()
 
 

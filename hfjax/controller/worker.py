@@ -70,7 +70,10 @@ class RoleContext:
 
 @dataclass(frozen=True)
 class Call:
-    """One method call as one process gets it; the values of `columns` follow it, in order."""
+    """One method call as one process gets it; the values of `columns` follow it, in order.
+
+    Of a method without columns, what follows are more arguments, and `writes` names what it gives.
+    """
 
     role: str
     method: str
@@ -207,7 +210,8 @@ class Worker:
             metrics: Mapping[str, Any] = {}
             value = None
             if call.columns is None:
-                value = function(*call.args, **call.kwargs)
+                value = function(*call.args, *values, **call.kwargs)
+                columns, value = (value, None) if call.writes else ([], value)
             else:
                 answer = function(_shard(call, values), **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics

@@ -16,11 +16,11 @@ import pytest
 import hfjax
 from algorithms import grpo, ppo, sft
 from hfjax import cli
+from hfjax.actor import Actor
 from hfjax.algorithm import config_class
 from hfjax.config import from_dict, to_toml
 from hfjax.controller.worker import RoleError
 from hfjax.prepare import prepare
-from hfjax.roles import Actor
 from hfjax.run import Run, default_config
 from meshes.placement import Placement
 from tests.fixtures import path_table, write_lut, write_tiny_hf

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy: it generates, scores its tokens and learns; in one pool, or generates in another."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfjax.config import RolloutConfig
+from hfjax.controller.protocol import (
+    ONE_TO_ALL,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PROTO,
+    Answer,
+    Shard,
+    method,
+)
+from hfjax.controller.worker import RoleContext
+from hfjax.engine.decode import Decoder
+from hfjax.engine.exchange import Exchange, Side
+from hfjax.engine.hybrid import Relay
+from hfjax.engine.passes import Passes
+from hfjax.engine.sampling import Sampling
+from hfjax.models.hf import generation_stop_ids
+from hfjax.models.llama import ModelConfig, Params, abstract_params
+from hfjax.roles import ModelRole, TrainedRole, masked, plan_model
+from hfjax.tokenizer import load_tokenizer
+from meshes.layouts import HYBRID_V, HYBRID_V_PERMUTE, Layout, generate_layout, shardings
+from meshes.placement import RolePlacement
+
+GENERATES = method(
+    THREE_D_ALL_MICRO_DP,
+    reads=("prompt_ids", "prompt_length", "row_id"),
+    optional=("max_new_tokens",),
+    writes=(
+        "input_ids",
+        "length",
+        "response_mask",
+        "rollout_log_probs",
+        "rollout_truncated_log_probs",
+        "truncated",
+    ),
+)
+
+
+class Generation:
+    """The decoder of a model on its mesh, with a run's settings."""
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        config: ModelConfig,
+        mesh: jax.sharding.Mesh,
+        layout: Layout,
+        *,
+        model: str,
+        seed: int,
+    ) -> None:
+        """`model` gives the ids that end a response."""
+        self.rollout, self.seed = rollout, seed
+        self.passes = Passes(mesh, layout)
+        self.decoder = Decoder(config, mesh, layout)
+        self.stop_ids = stop_ids(model)
+
+    def sampling(self, n: int, *, greedy: bool) -> Sampling:
+        """The rollout's settings for n responses a prompt; greedy ones ignore the filters."""
+        r = self.rollout
+        greedy = greedy or r.temperature == 0
+        filters = {} if greedy else {"top_k": r.top_k, "top_p": r.top_p, "min_p": r.min_p}
+        return Sampling(
+            n=n,
+            temperature=r.temperature or 1.0,
+            greedy=greedy,
+            max_new_tokens=r.max_new_tokens,
+            min_new_tokens=r.min_new_tokens,
+            stop_ids=self.stop_ids,
+            ignore_eos=r.ignore_eos,
+            **filters,
+        )
+
+    def columns(self, weights: Params, shard: Shard, *, greedy: bool) -> dict[str, np.ndarray]:
+        """What generate_sequences writes, for the rows of this process."""
+        n, place = shard.group, self.passes.placer(shard)
+        sampling = self.sampling(n, greedy=greedy)
+        default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
+        limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
+        out = self.decoder.generate(
+            weights,
+            place(shard.columns["prompt_ids"][::n], n),
+            place(shard.columns["prompt_length"][::n], n, filler=1),
+            place(shard.columns["row_id"].reshape(-1, n), n),
+            jax.random.fold_in(jax.random.key(self.seed), shard.step),
+            sampling,
+            max_new_B=place(limit.reshape(-1, n), n),
+        )
+        filtered_BT = out.truncated_log_probs_BT
+        arrays = {
+            "input_ids": out.input_ids_BT,
+            "length": out.length_B,
+            "response_mask": out.response_mask_BT,
+            "rollout_log_probs": out.log_probs_BT,
+            "rollout_truncated_log_probs": out.log_probs_BT if filtered_BT is None else filtered_BT,
+            "truncated": out.truncated_B,
+        }
+        return self.passes.collect(shard, arrays)
+
+
+class Actor(TrainedRole):
+    """The policy: generates, scores its tokens, learns."""
+
+    with_entropy = True
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        rollout: RolloutConfig | None = None,
+        seed: int = 0,
+        exchange: Exchange | None = None,
+        **trained: Any,
+    ) -> None:
+        """`rollout` None: an actor that never generates; `exchange`: its second copy does."""
+        self.rank, self.exchange = context.rank, exchange
+        self.generates = rollout is not None and exchange is None
+        self.sent: dict[int, int] = {}  # bucket -> version of the weights last sent
+        temperature = rollout.temperature if rollout else 1.0
+        super().__init__(context, temperature=temperature, seed=seed, **trained)
+        if rollout and self.generates:
+            layout, where = self.generate_layout(), {"model": self.model, "seed": seed}
+            self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
+
+    @staticmethod
+    def two_copies(
+        builder: partial[Any],
+        trains: RolePlacement,
+        generates: RolePlacement,
+        processes: tuple[int, int],
+    ) -> tuple[partial[Any], partial[Any], Exchange]:
+        """Builders of an actor and of its second copy, and the way between their weights."""
+        settings = builder.keywords
+        exchange = make_exchange(settings, trains, generates, processes)
+        kept = {name: settings[name] for name in ("model", "seed", "rollout") if name in settings}
+        dtype = settings["training"].compute_dtype
+        second = partial(Rollout, compute_dtype=dtype, exchange=exchange, **kept)
+        return partial(builder, exchange=exchange), second, exchange
+
+    def generate_layout(self) -> Layout:
+        """Where weights and rows lie while it generates."""
+        kv_heads, relay = self.config.kv_heads, self.placement.relay
+        return generate_layout(self.shape, kv_heads=kv_heads, relay=relay)
+
+    def make_relay(self) -> Relay | None:
+        """From training to generation."""
+        if not self.generates:
+            return None
+        shapes, _ = abstract_params(self.config, self.head, self.replicas.weight_dtype)
+        return Relay(
+            *(self.mesh, self.layout, self.generate_layout(), shapes, self.axes),
+            self.compute_dtype,
+            by_compiler=self.placement.relay == HYBRID_V_PERMUTE,
+            whole=self.placement.relay == HYBRID_V,
+        )
+
+    @GENERATES
+    def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
+        """A response a row; the n adjacent rows of a prompt share its prefill.
+
+        A sampled token depends on (seed, step, row_id, position) and the weights alone. Weights
+        are re-laid first if they changed. rollout_log_probs are those of logits / temperature over
+        the whole vocabulary, rollout_truncated_log_probs those over what the filters left.
+        """
+        assert self.generates, "this actor was built without a [rollout] section"
+        start_s = time.perf_counter()
+        weights = self.held.generate()
+        relay_s = time.perf_counter() - start_s
+        columns = self.generation.columns(weights, shard, greedy=greedy)
+        return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
+
+    @method(
+        THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
+    )
+    def compute_log_prob(self, shard: Shard) -> Answer:
+        """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
+        logp, entropy = self.forward(shard, ("input_ids",), self.scorer.log_probs)
+        columns = {"old_log_probs": masked(logp, shard), "entropy": masked(entropy, shard)}
+        return Answer(columns, shard.rows)
+
+    @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
+    def update_actor(self, shard: Shard) -> Answer:
+        """Updates the policy."""
+        return self.update(shard, "actor")
+
+    @method(ONE_TO_ALL)
+    def send_weights(self, bucket: int, *after: Any) -> list[Any]:
+        """This process's parcels of a bucket; None for each if they have not changed since.
+
+        What comes `after` is waited for, so that few buckets are on their way at a time.
+        """
+        assert self.exchange is not None
+        if self.sent.get(bucket) == self.held.version:
+            return [None] * len(self.exchange.parcels(bucket, writer=self.rank))
+        self.sent[bucket] = self.held.version
+        return self.exchange.pack(bucket, self.rank, self.held.train())
+
+
+class Rollout(ModelRole):
+    """The second copy of an actor, in a pool of its own: it generates with what it was sent."""
+
+    def __init__(
+        self,
+        context: RoleContext,
+        *,
+        exchange: Exchange,
+        rollout: RolloutConfig,
+        seed: int = 0,
+        **model: Any,
+    ) -> None:
+        """Holds no weights before they come; `model` goes to ModelRole."""
+        super().__init__(context, loads=False, seed=seed, **model)
+        self.rank, self.exchange = context.rank, exchange
+        layout = generate_layout(
+            self.shape, kv_heads=self.config.kv_heads, relay=self.placement.relay
+        )
+        placed, self.treedef = jax.tree.flatten(shardings(self.mesh, layout, self.axes))
+        self.shardings = placed
+        self.leaves: dict[int, jax.Array] = {}
+        where = {"model": self.model, "seed": seed}
+        self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
+
+    @GENERATES
+    def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
+        """As the actor's, with the weights received."""
+        leaves = [self.leaves[index] for index in range(len(self.shardings))]
+        weights = self.treedef.unflatten(leaves)
+        return Answer(self.generation.columns(weights, shard, greedy=greedy), shard.rows)
+
+    @method(ONE_TO_ALL)
+    def receive_weights(self, bucket: int, *parcels: Any) -> None:
+        """Takes up a bucket's parcels; the old weights go before the new ones come."""
+        if any(parcel is None for parcel in parcels):
+            return
+        for leaf in self.exchange.leaves(bucket):
+            if leaf in self.leaves:
+                self.leaves.pop(leaf).delete()
+        self.leaves |= self.exchange.unpack(bucket, self.rank, parcels, self.shardings)
+
+
+def make_exchange(
+    settings: Mapping[str, Any],
+    trains: RolePlacement,
+    generates: RolePlacement,
+    processes: tuple[int, int],
+) -> Exchange:
+    """Of the model in an actor's settings, placed in a training and a generation pool."""
+    sides, shapes = [], []
+    for place, count in zip((trains, generates), processes, strict=True):
+        config, layout, parameters, axes = plan_model(place, settings["model"], Actor.head)
+        if place is generates:
+            kv_heads, relay = config.kv_heads, place.relay
+            layout = generate_layout(place.mesh_shape, kv_heads=kv_heads, relay=relay)
+        sides.append(Side(place.mesh_shape, layout, count))
+        shapes.append(parameters)
+    dtype = jnp.dtype(settings["training"].compute_dtype)
+    return Exchange(sides[0], sides[1], (shapes[0], shapes[1]), axes, dtype)
+
+
+def stop_ids(model: str) -> tuple[int, ...]:
+    """Ids that end a response: those of the model's files and the tokenizer's end token."""
+    ids = (*generation_stop_ids(model), *load_tokenizer(model).stop_ids)
+    return tuple(dict.fromkeys(ids))
