@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from meshes.layouts import TWO_COPIES
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 
@@ -94,6 +95,19 @@ def two_pools(*, processes: int = 1) -> Placement:
     return Placement(pools, roles, "cpu")
 
 
+def two_copies(*, processes: int = 1) -> Placement:
+    """All roles on four devices; the actor's second copy generates on four others."""
+    train, generate = MeshShape(fsdp=2, tensor=2), MeshShape(tensor=2)
+    pools = {name: Pool(name, 4, processes) for name in ("policy", "rollout")}
+    where: Any = {"generate": generate, "generate_pool": "rollout", "relay": TWO_COPIES}
+    roles = {
+        "actor": RolePlacement("actor", "policy", train=train, **where),
+        "critic": RolePlacement("critic", "policy", train=train),
+        "reference": RolePlacement("reference", "policy", infer=train),
+    }
+    return Placement(pools, roles, "cpu")
+
+
 DATA_8, DATA_2_TENSOR_4 = MeshShape(data=8), MeshShape(data=2, tensor=4)
 ONE, TENSOR_2, PIPE_3 = MeshShape(), MeshShape(tensor=2), MeshShape(pipe=3)  # kept by generation
 CASES = {  # runtime:mesh; the first is what the others are compared with
@@ -112,6 +126,7 @@ CASES = {  # runtime:mesh; the first is what the others are compared with
         "local", one_pool(MeshShape(fsdp=8), generate=TENSOR_2, relay="ds-chat")
     ),
     "local:pools4+4": Case("local", two_pools()),
+    "local:two-copies4+4": Case("local", two_copies()),
     "ray:data8": Case("ray", one_pool(DATA_8)),
     "ray:data8-in-2": Case("ray", one_pool(DATA_8, processes=2)),
     "ray:data2-tensor4-in-2": Case("ray", one_pool(DATA_2_TENSOR_4, processes=2)),
@@ -122,6 +137,7 @@ CASES = {  # runtime:mesh; the first is what the others are compared with
         "ray", one_pool(MeshShape(fsdp=2, pipe=3), processes=2, generate=ONE)
     ),
     "ray:pools4+4-in-3": Case("ray", two_pools(processes=2)),
+    "ray:two-copies4+4-in-4": Case("ray", two_copies(processes=2)),
 }
 
 

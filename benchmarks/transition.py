@@ -17,9 +17,11 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from jax.experimental import multihost_utils
 
 from benchmarks import holding
 from benchmarks.figure14 import HALF, PROCESS_FLAGS, SETUPS, Rig, Setup, children, host
+from benchmarks.two_copies import Sender
 from hfjax.controller.worker import join
 from hfjax.engine.meter import Traffic, memory, meter
 from hfjax.models.llama import ModelConfig, abstract_params, init_params
@@ -36,8 +39,9 @@ from meshes.layouts import (
     DS_CHAT,
     HYBRID,
     HYBRID_V_PERMUTE,
-    RELAYS,
+    ON_ONE_POOL,
     SHARED,
+    TWO_COPIES,
     either,
     shardings,
 )
@@ -232,17 +236,20 @@ class Mover:
         return there_s, time.perf_counter() - start_s
 
 
-def seconds(setup: Setup, devices: int, processes: int, rounds: int = ROUNDS) -> str:
-    """The table of every mode's seconds, the modes taking turns."""
-    movers = {mode: Mover(setup, devices, mode) for mode in RELAYS}
+def seconds(setup: Setup, devices: int, processes: int, folder: Path, rounds: int = ROUNDS) -> str:
+    """The table of every mode's seconds, the modes taking turns; `folder` is in shared memory."""
+    movers: dict[str, Mover | Sender] = {m: Mover(setup, devices, m) for m in ON_ONE_POOL}
+    hybrid = movers[HYBRID]
+    movers[TWO_COPIES] = Sender(setup, devices, processes, folder)
     for mover in movers.values():
         mover.round()
     found = [{mode: mover.round() for mode, mover in movers.items()} for _ in range(rounds)]
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(movers[HYBRID].weights))
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(hybrid.weights))
     lines = [
         f"{count / 1e6:.0f} M parameters, float32, p-t-d {setup.p}-{setup.t}-1 to p_g-t_g "
         f"{setup.p_g}-{setup.t_g}; {devices} simulated devices in processes: {processes}; they "
-        f"share cores and memory, so a link costs what a copy costs: read the ratios; {host()}",
+        f"share cores and memory, so a link costs what a copy costs: read the ratios; {host()}\n"
+        f"two-copies: from tensor {setup.t} on {devices // 2} devices to the {devices // 2} others",
         f"{'mode':17}{'MB received':>12}{'there ms':>10}{'quartiles':>15}{'/ hybrid':>10}"
         f"{'back ms':>9}   median of {rounds}, interleaved; ratio: median of the rounds' ratios",
     ]
@@ -262,10 +269,11 @@ def own_part(options: argparse.Namespace) -> None:
     """What a process does that has the devices: prints a table, or rows of one as JSON."""
     if options.part == "table2":
         (name,), (devices,) = options.models, options.devices
-        for mode in RELAYS:
+        for mode in ON_ONE_POOL:
             print(json.dumps(measure(SETUPS[name], devices, mode)), flush=True)
     elif options.part == "seconds":
-        print(seconds(TIMED, TIMED.devices[0], options.processes))
+        folder = Path(options.folder)
+        print(seconds(TIMED, TIMED.devices[0], options.processes, folder))
     elif options.part == "zero":
         print(holding.zero(holding.HELD, 8))
     else:
@@ -279,6 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=list(SETUPS), help="of table2")
     parser.add_argument("--devices", nargs="+", type=int, help="of table2: cluster sizes")
     parser.add_argument("--processes", type=int, default=1, help="of seconds: 1, 2, 4 or 8")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
     for flag in PROCESS_FLAGS:
         parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -299,7 +308,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(problem))
         return 0 if table2(cases) else 1
     devices = 128 if options.part == "compile70b" else 8
-    print(children([options.part], devices, options.processes), end="")
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        command = [options.part, "--folder", folder]
+        print(children(command, devices, options.processes), end="")
     return 0
 
 

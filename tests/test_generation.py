@@ -50,6 +50,18 @@ LAYOUTS |= {
         "generate": MeshShape(tensor=1),
     },
     "offload": {"generate": MeshShape(tensor=2), "offload": True},
+    "two-copies": {
+        "train": MeshShape(pipe=2, tensor=2),
+        "generate": MeshShape(tensor=2),
+        "generate_pool": "other",
+        "relay": "two-copies",
+    },
+    "two-copies, zero 3, p_g 2": {
+        "train": MeshShape(fsdp=2, tensor=2),
+        "generate": MeshShape(pipe=2),
+        "generate_pool": "other",
+        "relay": "two-copies",
+    },
 }
 
 
@@ -57,7 +69,9 @@ def started(model: Path, **where: Any) -> Models:
     """An actor of `model` in this process."""
     where = {"train": TRAINED} | where
     actor = RolePlacement("actor", "all", **where)
-    placement = Placement({"all": Pool("all", actor.base.devices)}, {"actor": actor})
+    pools = {"all": Pool("all", actor.base.devices)}
+    pools |= {name: Pool(name, 4) for name in [actor.generate_pool] if name}
+    placement = Placement(pools, {"actor": actor})
     training = TrainingConfig(optimizer=OptimizerConfig(lr=0.02))
     rollout = RolloutConfig(max_new_tokens=12)
     builder = partial(

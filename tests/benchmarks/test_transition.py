@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transition's benchmark at tiny size, on the eight devices of this process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from benchmarks import holding, transition
 from benchmarks.figure14 import SETUPS, Setup
 from hfjax.engine.meter import Memory
+from meshes.layouts import RELAYS
 from tests.hfjax.engine.cases import CFG
 
 GROUPS = {  # p, t, p_g, t_g on eight devices
@@ -69,10 +71,10 @@ def test_lines_of_table2_have_a_cell_a_column() -> None:
     assert len(transition.header().splitlines()) == 3
 
 
-def test_seconds_print_every_mode() -> None:
-    text = transition.seconds(TINY["pipe 2 to 1, tensor 4 to 2"], 8, 1, rounds=2)
-    rows = [line.split() for line in text.splitlines()[2:]]
-    assert [row[0] for row in rows] == list(transition.RELAYS)
+def test_seconds_print_every_mode(tmp_path: Path) -> None:
+    text = transition.seconds(TINY["pipe 2 to 1, tensor 4 to 2"], 8, 1, tmp_path, rounds=2)
+    rows = [line.split() for line in text.splitlines()[3:]]
+    assert [row[0] for row in rows] == list(RELAYS)
     assert [row[4] for row in rows if row[0] == "hybrid"] == ["1.00"]
 
 
