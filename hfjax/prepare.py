@@ -14,6 +14,7 @@ import jax
 
 from hfjax.actor import Actor, stop_ids
 from hfjax.config import RolloutConfig
+from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
@@ -114,10 +115,7 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         check_model(builders[role], place, tokens, highest_id)
         if second := plan.placement.rollout(role):
             if not builders[role].keywords.get("rollout"):
-                raise ValueError(
-                    f"[{role}] generate_pool = {second.pool!r}: this role does not generate; "
-                    "remove generate_pool and relay"
-                )
+                raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
             check_model(builders[role], second, tokens, highest_id)
         _check_weights(builders[role])
         if (other := builders[role].keywords["model"]) != model:

@@ -22,6 +22,7 @@ from meshes.placement import Placement, RolePlacement
 RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": LocalRuntime, "ray": RayRuntime}
 DRIVER = "driver"  # the pool of roles that live beside the controller
 SEND, RECEIVE = "send_weights", "receive_weights"  # methods of a role and of its second copy
+NO_COPY = "this role does not generate; remove generate_pool, and relay 'two-copies' with it"
 IN_FLIGHT = 2  # buckets of weights on their way between pools
 
 
@@ -62,12 +63,13 @@ class RoleHandle:
         }
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        second = self.__dict__.get("second")
+        if second and name in second.handle.methods:
+            return partial(second.call, name)
         if name.startswith("_") or name not in self.methods:
             raise AttributeError(
                 f"role {self.role!r} has no method {name!r}; it has {', '.join(self.methods)}"
             )
-        if self.second and name in self.second.handle.methods:
-            return partial(self.second.call, name)
         declared = self.methods[name]
         return partial(self._call if declared.takes_batch else self._command, name, declared)
 
@@ -283,6 +285,9 @@ def start(
         raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(RUNTIMES)}")
     on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
     placement.check([role for role in builders if role not in on_driver])
+    for role in placement.roles:
+        if placement.rollout(role) and not hasattr(_unwrapped(builders[role])[0], "two_copies"):
+            raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
     options = {"log_to_driver": log_to_driver} if runtime == "ray" else {}
     world = RUNTIMES[runtime](placement.platform, **options)
     models = Models(world, deadline_s, group)

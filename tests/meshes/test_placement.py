@@ -109,16 +109,51 @@ REFUSALS = {
     "no mesh": (("infer = { data = 4 }", ""), r"\[reward\] has neither of train and infer"),
     "idle pool": (("[actor]", "[pool.idle]\ndevices = 1\n[actor]"), r"\[pool.idle\] holds no role"),
     "stray top-level key": (("[pool.policy]", "devices = 8\n[pool.policy]"), r"devices = 8: must"),
+    "two copies in one pool": (
+        ('"policy"\n', '"policy"\nrelay = "two-copies"\n'),
+        r"relay = 'two-copies', generate_pool = None: .* go together",
+    ),
+    "a generation pool without its relay": (
+        ('"policy"\n', '"policy"\ngenerate_pool = "value"\n'),
+        r"relay = 'hybrid', generate_pool = \"value\": 'two-copies' .* go together",
+    ),
+    "the role's own pool": (
+        ('"policy"\n', '"policy"\nrelay = "two-copies"\ngenerate_pool = "policy"\n'),
+        r"generate_pool = \"policy\" is the role's own pool; name another",
+    ),
+    "unknown generation pool": (
+        ('"policy"\n', '"policy"\nrelay = "two-copies"\ngenerate_pool = "valu"\n'),
+        r"\[actor\] unknown pool 'valu', did you mean 'value'",
+    ),
+    "generation on another pool does not divide": (
+        (
+            '"policy"\n',
+            '"policy"\nrelay = "two-copies"\ngenerate_pool = "value"\n',
+            "tensor = 1 }",
+            "pipe = 2, tensor = 3 }",
+        ),
+        r"pipe 2 \* tensor 3 does not divide the 4 devices of \[pool.value\]; use 1, 2 or 4",
+    ),
+    "a second copy of what only computes": (
+        (
+            "infer = { data = 4 }",
+            'infer = { data = 4 }\nrelay = "two-copies"\ngenerate_pool = "policy"',
+        ),
+        r"\[reward\] relay = 'two-copies': only a role that is trained",
+    ),
     "broken TOML": (("devices = 4\nproc", "devices = \nproc"), r"line 3, column 11"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_refusals_name_section_value_and_choice(case: str, tmp_path: Path) -> None:
-    (old, new), message = REFUSALS[case]
-    assert old in GOOD
+    changes, message = REFUSALS[case]
+    text = GOOD
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new, 1)
     path = tmp_path / "placement.toml"
-    path.write_text(GOOD.replace(old, new, 1))
+    path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
         load_placement(path)
     assert str(path) in str(error.value)
@@ -218,4 +253,20 @@ def test_table() -> None:
         "actor   policy  0-3 in 2 processes  train   data 2 x tensor 2  pipe 1, tensor 1  2",
         "critic  value   4-7                 train   fsdp 4             -                 -",
         "reward  value   4-7                 infer   data 4             -                 -",
+    ]
+
+
+def test_a_second_copy_has_a_pool_of_its_own() -> None:
+    actor = 'pool = "policy"\nrelay = "two-copies"\ngenerate_pool = "rollout"\n'
+    text = GOOD.replace('pool = "policy"\n', actor, 1) + "[pool.rollout]\ndevices = 6\n"
+    placement = parse_placement(text.replace("{ tensor = 1 }", "{ tensor = 3 }"))
+    assert parse_placement(placement.to_toml()) == placement
+    actor, copy = placement.roles["actor"], placement.rollout("actor")
+    assert actor.mesh_shape == MeshShape(data=2, tensor=2)
+    assert (copy.pool, copy.mesh_shape) == ("rollout", MeshShape(data=2, tensor=3))
+    assert placement.rollout("critic") is None
+    assert placement.only(["actor"]).pools.keys() == {"policy", "rollout"}
+    assert placement.table().splitlines()[1:3] == [
+        "actor   policy   0-3 in 2 processes  train     data 2 x tensor 2  -                 -",
+        "actor   rollout  8-13                generate  data 2 x tensor 3  pipe 1, tensor 3  1",
     ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toys import Beside, Doubler, Summer
+from toys import BUCKETS, Beside, Doubler, Master, Summer, two_pools
 
 from hfjax.batch import Batch, Future
 from hfjax.controller.handle import Models, start
@@ -159,3 +159,23 @@ def test_placements_that_do_not_fit_are_refused(placement: Placement, message: s
 def test_unknown_runtimes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"runtime='slurm'.*local or ray"):
         start(single_pool(["a"], 1), {"a": Doubler}, runtime="slurm")
+
+
+def test_a_second_copy_answers_with_the_newest_weights_and_gets_them_once() -> None:
+    batch = Batch(x=np.arange(4))
+    with start(two_pools(), {"master": Master}, runtime="local") as m:
+        assert m.master.tell(batch)["told"].tolist() == [0] * 4
+        assert m.master.tell(batch)["told"].tolist() == [0] * 4
+        assert m.master.received().result() == [[(b, 1, False) for b in range(BUCKETS)]]
+        m.master.update(batch)
+        m.master.update(batch)
+        assert m.master.tell(batch)["told"].tolist() == [2] * 4
+        assert m.master.received().result() == [[(b, 1, False) for b in range(BUCKETS)]]
+        records = {record.method: record.pool for record in m.drain()}
+        assert records["send_weights"] == records["update"] == "here"
+        assert records["receive_weights"] == records["tell"] == "there"
+
+
+def test_only_a_role_that_generates_may_have_a_second_copy() -> None:
+    with pytest.raises(ValueError, match=r"\[master\] generate_pool: this role does not generate"):
+        start(two_pools(), {"master": Doubler}, runtime="local")

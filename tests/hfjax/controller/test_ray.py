@@ -8,14 +8,14 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from toys import Beside, Doubler, Summer
+from toys import BUCKETS, Beside, Doubler, Master, Summer, two_pools
 
 from hfjax.batch import Batch
 from hfjax.controller import ray_pool
@@ -148,6 +148,32 @@ def test_the_driver_does_not_wait_before_it_reads(m: Models) -> None:
     with pytest.raises(TimeoutError, match=r"0\.1 s"):
         column.result(0.1)  # type: ignore[union-attr]
     assert column.result().tolist() == [1.0, 1.0]  # type: ignore[union-attr]
+
+
+def test_weights_reach_the_second_copy_from_worker_to_worker_a_few_buckets_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = Batch(x=np.arange(4))
+    with start(two_pools(2), {"master": Master}, deadline_s=60) as m:
+        seen: list[Any] = []
+        get = m.runtime.get
+
+        def watched(refs: Sequence[Any]) -> list[Any]:
+            seen.extend(values := get(refs))
+            return values
+
+        monkeypatch.setattr(m.runtime, "get", watched)
+        m.master.update(batch)
+        assert m.master.tell(batch)["told"].tolist() == [1] * 4
+        assert m.master.received().result() == [[(b, 2, False) for b in range(BUCKETS)]] * 2
+        records = m.drain()
+        assert not any(isinstance(value, list) for value in seen)  # the driver saw no parcel
+        sent = [record for record in records if record.method == "send_weights"]
+        arrived = [record for record in records if record.method == "receive_weights"]
+        assert len(sent) == len(arrived) == BUCKETS
+        for one, other in zip(arrived, sent[2:], strict=False):
+            assert one.end_s <= other.start_s
+            assert one.number in other.inputs
 
 
 def test_a_workers_warning_is_logged_by_the_driver_once(

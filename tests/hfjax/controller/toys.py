@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ from hfjax.controller.protocol import (
     method,
 )
 from hfjax.controller.worker import RoleContext
+from hfjax.engine.exchange import Parcel
+from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement
+
+BUCKETS = 4  # of the master's weights
 
 
 class Doubler:
@@ -151,3 +157,73 @@ class Beside:
 
     def close(self) -> None:
         type(self).closed += 1
+
+
+class Master:
+    """Has a number that updates raise; its pupil in another pool is told before it answers."""
+
+    def __init__(self, context: RoleContext, *, exchange: Any = None) -> None:
+        self.context, self.exchange, self.number, self.sent = context, exchange, 0, -1
+
+    @staticmethod
+    def two_copies(builder: Any, first: Any, second: Any, processes: Any) -> tuple[Any, Any, Any]:
+        exchange = ToyExchange(BUCKETS, *processes)
+        return partial(builder, exchange=exchange), partial(Pupil, exchange=exchange), exchange
+
+    @method(ONE_TO_ALL, reads=("x",))
+    def update(self, shard: Shard) -> Answer:
+        self.number += 1
+        return Answer({}, shard.rows, {"number": float(self.number)})
+
+    @method(ONE_TO_ALL)
+    def send_weights(self, bucket: int, *after: Any) -> list[Any]:
+        if bucket == 0:
+            self.changed, self.sent = self.sent != self.number, self.number
+        parcels = self.exchange.parcels(bucket, writer=self.context.rank)
+        time.sleep(0.02)
+        return [[np.full(1, self.number)] if self.changed else None for _ in parcels]
+
+
+class Pupil:
+    """Answers by what it was told last, in every bucket."""
+
+    def __init__(self, context: RoleContext, *, exchange: Any) -> None:
+        self.context, self.told, self.calls = context, {}, []
+
+    @method(ONE_TO_ALL)
+    def receive_weights(self, bucket: int, *parcels: Any) -> None:
+        time.sleep(0.05)
+        self.calls.append((bucket, len(parcels), any(parcel is None for parcel in parcels)))
+        if all(parcel is not None for parcel in parcels):
+            self.told[bucket] = {int(parcel[0][0]) for parcel in parcels}
+
+    @method(DP_PROTO, reads=("x",), writes=("told",))
+    def tell(self, shard: Shard) -> Answer:
+        (number,) = set.union(*self.told.values())
+        return Answer({"told": np.full(len(shard.rows), number)}, shard.rows)
+
+    @method(ONE_TO_ALL)
+    def received(self) -> list[Any]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class ToyExchange:
+    """Every process of one pool writes one parcel a bucket, for every process of the other."""
+
+    def __init__(self, buckets: int, writers: int = 1, readers: int = 1) -> None:
+        parcels = [Parcel(writer, tuple(range(readers)), ()) for writer in range(writers)]
+        self.buckets = [parcels] * buckets
+
+    def parcels(self, bucket: int, *, writer: int | None = None) -> list[Parcel]:
+        return [one for one in self.buckets[bucket] if writer in (None, one.writer)]
+
+
+def two_pools(processes: int = 1) -> Placement:
+    """A master and its pupil, each in `processes` processes of two devices."""
+    pools = {name: Pool(name, 2 * processes, processes) for name in ("here", "there")}
+    where: Any = {"generate_pool": "there", "relay": "two-copies"}
+    train = MeshShape(data=2 * processes)
+    return Placement(
+        pools, {"master": RolePlacement("master", "here", train=train, **where)}, "cpu"
+    )
