@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The set-ups of HybridFlow's figure 14 on simulated devices, and processes that hold them."""
 
+import argparse
 import math
 import os
 import platform
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding
 
+from hfjax.controller.worker import join
 from hfjax.engine.hybrid import Relay
 from hfjax.models.llama import ModelConfig, Params, abstract_params
 from meshes.layouts import (
@@ -166,12 +168,12 @@ def lies_in(inner: Sequence[slice], outer: Sequence[slice], shape: Sequence[int]
     return all(o[0] <= i[0] and i[1] <= o[1] for i, o in ranges)
 
 
-def children(arguments: Sequence[str], devices: int, processes: int = 1) -> str:
+def children(module: str, arguments: Sequence[str], devices: int, processes: int = 1) -> str:
     """What rank 0 of `processes` processes prints, each with its share of simulated devices."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.transition", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     own = ["--own", str(devices // processes), "--port", str(port), "--processes", str(processes)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         started = [
@@ -193,6 +195,15 @@ def children(arguments: Sequence[str], devices: int, processes: int = 1) -> str:
             what = " ".join(arguments)
             raise RuntimeError(f"{what}: exit status {codes}\n{errors.read()[-4000:]}")
         return "".join(line for line in out if not line.startswith("[Gloo]"))
+
+
+def joined(options: argparse.Namespace) -> bool:
+    """Whether this process is one of `children`; its devices are then there."""
+    if options.own:
+        where = f"localhost:{options.port}"
+        ranks = {"rank": options.rank, "processes": options.processes}
+        join(platform="cpu", devices=options.own, coordinator=where, **ranks)
+    return bool(options.own)
 
 
 def host() -> str:

@@ -122,7 +122,7 @@ def compiled(setup: Setup, devices: int, work: Work) -> str:
         f"{'total':>9}{'received':>10}",
     ]
     rig = Rig(setup, devices, HYBRID, HALF)
-    for name, lowered in [*training(rig, work), *moving(rig), *generation(rig, work)]:
+    for name, lowered in [*training(rig, work), *moving(rig), *generation(rig, work.prompts, half)]:
         start_s = time.perf_counter()
         program = lowered.compile()
         took_s, used = time.perf_counter() - start_s, memory(program)
@@ -151,14 +151,13 @@ def moving(rig: Rig) -> list[tuple[str, Any]]:
     return [(f"relay {k}", lowered) for k, lowered in enumerate(buckets)]
 
 
-def generation(rig: Rig, work: Work) -> list[tuple[str, Any]]:
-    """Prefill, and all new tokens as one segment."""
+def generation(rig: Rig, prompts: int, tokens: int) -> list[tuple[str, Any]]:
+    """Prefill, and all new tokens as one segment; as many as a prompt has."""
     shapes, axes = abstract_params(rig.cfg, "lm", HALF)
     placed = shardings(rig.mesh, rig.after, axes)
     weights = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed
     )
-    half = work.tokens // 2
-    sampling = Sampling(max_new_tokens=half, ignore_eos=True)
-    decoder = Decoder(rig.cfg, rig.mesh, rig.after, segment=half)
-    return list(decoder.lowered(weights, work.prompts, half, sampling).items())
+    sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
+    decoder = Decoder(rig.cfg, rig.mesh, rig.after, segment=tokens)
+    return list(decoder.lowered(weights, prompts, tokens, sampling).items())

@@ -30,11 +30,10 @@ from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
 from benchmarks import holding
-from benchmarks.figure14 import HALF, PROCESS_FLAGS, SETUPS, Rig, Setup, children, host
+from benchmarks.figure14 import HALF, PROCESS_FLAGS, SETUPS, Rig, Setup, children, host, joined
 from benchmarks.two_copies import Sender
-from hfjax.controller.worker import join
 from hfjax.engine.meter import Traffic, memory, meter
-from hfjax.models.llama import ModelConfig, abstract_params, init_params
+from hfjax.models.llama import ModelConfig, Params, abstract_params, init_params
 from meshes.layouts import (
     DS_CHAT,
     HYBRID,
@@ -48,6 +47,7 @@ from meshes.layouts import (
 from meshes.mesh import PIPE_MICRO, TENSOR_MICRO
 from meshes.placement import RolePlacement
 
+MODULE = "benchmarks.transition"
 BOUND = 0.005  # of the bytes received against Table 2, relative
 ROUNDS = 20  # of `seconds`, after one that compiles
 Row = dict[str, Any]
@@ -129,9 +129,9 @@ def peak(programs: Sequence[jax.stages.Compiled], held: int, *, releases: bool) 
 
 def described(traffic: Traffic) -> str:
     """What moves, in short: times, kind, axes and the size of a group."""
-    found = Counter(
-        f"{one.kind} {'*'.join(one.axes)}={one.group_size}" for one in traffic.collectives
-    )
+    found: Counter[str] = Counter()
+    for one in traffic.collectives:
+        found[f"{one.kind} {'*'.join(one.axes)}={one.group_size}"] += one.trips
     return ", ".join(f"{times} {what}" for what, times in found.items()) or "none"
 
 
@@ -174,7 +174,7 @@ def table2(cases: Sequence[tuple[str, int]]) -> bool:
     fine = True
     for name, devices in cases:
         command = ["table2", "--models", name, "--devices", str(devices)]
-        for row in map(json.loads, children(command, devices).splitlines()):
+        for row in map(json.loads, children(MODULE, command, devices).splitlines()):
             print(line(name, SETUPS[name], devices, row), flush=True)
             fine &= row["holds"]
     return fine
@@ -211,7 +211,7 @@ class Mover:
     """One mode's weights on the devices, moved to generation and back."""
 
     def __init__(self, setup: Setup, devices: int, mode: str) -> None:
-        rig = Rig(setup, devices, mode, jnp.float32)
+        self.rig = rig = Rig(setup, devices, mode, jnp.float32)
         names = list(rig.shapes)
         self.relay = rig.relay(names)
         self.received = sum(meter(one, mesh=rig.mesh).bytes_received for one in rig.compiled(names))
@@ -219,21 +219,29 @@ class Mover:
         placed = shardings(rig.mesh, rig.before, axes)
         self.weights = flatten_dict(init_params(setup.cfg, "lm", jax.random.key(0), placed))
 
-    def round(self) -> tuple[float, float]:
-        """Seconds there, and back where the layouts contain one another; else the copy is dropped.
+    def there(self) -> tuple[Params, float]:
+        """The weights to generate with, and the seconds it took to move them.
 
         What the engine does: training shards go as their bucket has moved, or all of them stay.
         """
-        multihost_utils.sync_global_devices("round")
         start_s = time.perf_counter()
         moved = self.relay.to_generate(self.weights, release=self.relay.contained)
         jax.block_until_ready(moved)
-        there_s = time.perf_counter() - start_s
+        return moved, time.perf_counter() - start_s
+
+    def back(self, moved: Params) -> float:
+        """Seconds back where the layouts contain one another; else the copy is dropped."""
         if not self.relay.contained:
-            return there_s, 0.0
+            return 0.0
         start_s = time.perf_counter()
         self.weights = jax.block_until_ready(self.relay.to_train(moved, release=True))
-        return there_s, time.perf_counter() - start_s
+        return time.perf_counter() - start_s
+
+    def round(self) -> tuple[float, float]:
+        """Seconds there and back."""
+        multihost_utils.sync_global_devices("round")
+        moved, there_s = self.there()
+        return there_s, self.back(moved)
 
 
 def seconds(setup: Setup, devices: int, processes: int, folder: Path, rounds: int = ROUNDS) -> str:
@@ -291,10 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for flag in PROCESS_FLAGS:
         parser.add_argument(flag, type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.own:
-        where = f"localhost:{options.port}"
-        ranks = {"rank": options.rank, "processes": options.processes}
-        join(platform="cpu", devices=options.own, coordinator=where, **ranks)
+    if joined(options):
         own_part(options)
         return 0
     if options.part != "table2" and (options.models or options.devices):
@@ -311,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
         command = [options.part, "--folder", folder]
-        print(children(command, devices, options.processes), end="")
+        print(children(MODULE, command, devices, options.processes), end="")
     return 0
 
 
