@@ -192,7 +192,7 @@ class Actor(TrainedRole):
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_actor(self, shard: Shard) -> Answer:
         """Updates the policy."""
-        return self.update(shard, "actor")
+        return self.update(shard)
 
     @method(ONE_TO_ALL)
     def send_weights(self, bucket: int, *after: Any) -> list[Any]:

@@ -81,11 +81,14 @@ def _from_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    sys.path.append(str(path.parent))  # its neighbours
     spec.loader.exec_module(module)
     return module
 
 
 def _from_package(full: str, name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:  # where `python -m` looks, and a console script does not
+        sys.path.append(str(Path.cwd()))
     try:
         return importlib.import_module(full)
     except ModuleNotFoundError as error:

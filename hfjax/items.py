@@ -93,6 +93,7 @@ def load_items(
     _require_columns(table, kind.needs(config))
     items = table.convert(lambda row: kind.parse(row, tokenizer, config), config.bad_rows)
     limit = getattr(config, kind.limit)
+    _warn_of_unknown(path, table, items, tokenizer)
     fitted = [(number, kind.fit(item, limit, config.truncation)) for number, item in items]
     long = [number for number, item in fitted if item is None]
     if long and config.truncation == "error":
@@ -103,6 +104,19 @@ def load_items(
     if long:
         log.warning("%s: %d rows too long, left out: %s", path, len(long), table.named(long))
     return [item for _, item in fitted if item is not None]
+
+
+def _warn_of_unknown(
+    path: str, table: Table, items: Sequence[tuple[int, Any]], tokenizer: Tokenizer
+) -> None:
+    """Names rows with text that the tokenizer does not know: the model never sees it."""
+    unknown = tokenizer.id_of(tokenizer.unknown)
+    rows = [number for number, item in items if unknown is not None and unknown in item.ids]
+    if rows:
+        log.warning(
+            *("%s: %d rows have text that the tokenizer has no token for, the model reads %r: %s",),
+            *(path, len(rows), tokenizer.unknown, table.named(rows)),
+        )
 
 
 def _require_columns(table: Table, alternatives: Sequence[set[str]]) -> None:

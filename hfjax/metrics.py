@@ -250,9 +250,14 @@ def timing_metrics(
     return out
 
 
-def sample_rows(rows: int) -> range:
-    """The rows that are shown of a step's: evenly spaced, so that they are of many prompts."""
-    return range(0, rows, max(1, rows // SAMPLE_ROWS))[:SAMPLE_ROWS]
+def sample_rows(rows: int) -> list[int]:
+    """The rows that are shown of a step's: pairs of neighbours, evenly spaced.
+
+    So they are of many prompts, and where a prompt has several answers, two of each.
+    """
+    stride = max(2, rows * 2 // SAMPLE_ROWS // 2 * 2)
+    pairs = ((row, row + 1) for row in range(0, rows, stride))
+    return [row for pair in pairs for row in pair if row < rows][:SAMPLE_ROWS]
 
 
 def cut_to_step(path: str | Path, step: float) -> int:

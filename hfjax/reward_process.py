@@ -37,18 +37,18 @@ def load_reward(spec: str) -> RewardFunction:
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise ValueError(f"reward={spec!r}: use 'package.module:function' or 'file.py:function'")
+        raise ValueError(f"{spec!r}: use 'package.module:function' or 'file.py:function'")
     module = _load_file(spec, Path(place)) if place.endswith(".py") else _load_module(spec, place)
     function = vars(module).get(name)
     if not callable(function):
         found = ", ".join(sorted(n for n, v in vars(module).items() if inspect.isfunction(v)))
-        raise ValueError(f"reward={spec!r}: no function {name!r} there; it has {found or 'none'}")
+        raise ValueError(f"{spec!r}: no function {name!r} there; it has {found or 'none'}")
     if _accepts(function, 3):
         return lambda *texts: function(*texts[:3])
     if _accepts(function, 4):
         return function
     raise ValueError(
-        f"reward={spec!r} must accept three lists, (prompts, responses, ground_truths), or these "
+        f"{spec!r} must accept three lists, (prompts, responses, ground_truths), or these "
         f"and one of (step, row); it is {name}{inspect.signature(function)}"
     )
 
@@ -67,12 +67,12 @@ def _load_module(spec: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # a module that the reward's module needs
-        raise ValueError(f"reward={spec!r}: no module {error.name!r} on the path") from error
+        raise ValueError(f"{spec!r}: no module {error.name!r} on the path") from error
 
 
 def _load_file(spec: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"reward={spec!r}: no file {str(path)!r} in {Path.cwd()}")
+        raise ValueError(f"{spec!r}: no file {str(path)!r} in {Path.cwd()}")
     name = f"reward_{path.stem}"  # math.py must not hide the library's
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -294,15 +293,9 @@ class FunctionReward:
 
     def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
         self.tokenizer = load_tokenizer(model)
-        make_pool = partial(
-            RewardPool,
-            workers=reward.workers,
-            deadline_s=reward.deadline_s,
-            on_error=reward.on_error,
-        )
-        self.pool = self.eval_pool = make_pool(reward.function)
+        self.pool = self.eval_pool = _pool(reward, "function")
         if reward.eval_function:
-            self.eval_pool = make_pool(reward.eval_function)
+            self.eval_pool = _pool(reward, "eval_function")
 
     @method(
         ONE_TO_ALL,
@@ -334,3 +327,12 @@ class FunctionReward:
         """Ends the worker processes."""
         self.pool.close()
         self.eval_pool.close()
+
+
+def _pool(reward: RewardConfig, setting: str) -> RewardPool:
+    """Processes of the function that a setting names."""
+    how = {name: getattr(reward, name) for name in ("workers", "deadline_s", "on_error")}
+    try:
+        return RewardPool(getattr(reward, setting), **how)
+    except ValueError as error:
+        raise ValueError(f"reward.{setting}: {error}") from error

@@ -173,7 +173,7 @@ class TrainedRole(ModelRole):
         """
         dtype = training.compute_dtype
         super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
-        self.training = training
+        self.role, self.training = context.role, training
         self.columns = ("input_ids", "length", "response_mask", *columns)
         self.trainer = Trainer(
             self.config,
@@ -211,8 +211,8 @@ class TrainedRole(ModelRole):
     def rest(self) -> None:
         """Weights stay; moments have left after the update."""
 
-    def update(self, shard: Shard, prefix: str) -> Answer:
-        """Epochs x mini-batches of optimizer updates; metrics are over the whole call."""
+    def update(self, shard: Shard) -> Answer:
+        """Epochs x mini-batches of optimizer updates; metrics, over the call, are the role's."""
         size = self.training.minibatch_sequences or shard.n_rows
         total: dict[str, Any] = {}
         for _ in range(self.training.epochs):
@@ -228,7 +228,7 @@ class TrainedRole(ModelRole):
                 state, metrics = self.trainer.update(self.held.state(), micros)
                 self.held.take(state)
                 total = merge(total, metrics)
-        metrics = {f"{prefix}/{name}": value for name, value in finalize(total).items()}
+        metrics = {f"{self.role}/{name}": value for name, value in finalize(total).items()}
         return Answer({}, shard.rows, metrics)
 
     @method(ONE_TO_ALL)
@@ -251,7 +251,7 @@ class Critic(TrainedRole):
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_critic(self, shard: Shard) -> Answer:
         """Updates the value function."""
-        return self.update(shard, "critic")
+        return self.update(shard)
 
 
 class Reference(ModelRole):

@@ -52,6 +52,7 @@ class Tokenizer:
         self.bos_id = self._special_id("bos_token")
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
+        self.unknown = getattr(backend.model, "unk_token", None)  # stands for what has no token
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.chat_template = _template_text(config.get("chat_template"))
         self.adds_bos = self._adds_bos()
@@ -66,6 +67,10 @@ class Tokenizer:
         """Every token by its id, in the order of ids."""
         table = self._backend.get_vocab(with_added_tokens=True)
         return dict(sorted((token_id, token) for token, token_id in table.items()))
+
+    def id_of(self, token: str | None) -> int | None:
+        """The id of a token; None of none, or of a text that is no token."""
+        return None if token is None else self._backend.token_to_id(token)
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of a text; with `add_bos`, one BOS in front if this tokenizer uses one."""
@@ -140,7 +145,7 @@ class Tokenizer:
 
     def _special_id(self, name: str) -> int | None:
         token = self._token(name)
-        token_id = None if token is None else self._backend.token_to_id(token)
+        token_id = self.id_of(token)
         if token is not None and token_id is None:
             raise ValueError(f"{name}={token!r} of {self._source} is not in its vocabulary")
         return token_id

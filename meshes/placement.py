@@ -262,7 +262,7 @@ class Placement:
 
     def table(self) -> str:
         """role -> pool -> devices -> mesh as aligned plain text."""
-        devices = f"{self.platform or ''} devices".lstrip()
+        devices = f"{self.platform or ''} device ids".lstrip()
         rows: list[tuple[str, ...]] = [
             ("role", "pool", devices, "layout", "mesh", "generate", "micro-DP")
         ]

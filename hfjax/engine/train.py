@@ -111,6 +111,16 @@ class Outputs:
 LossFn = Callable[[Outputs, Micro, Denominators], tuple[jax.Array, Mapping[str, Metric]]]
 
 
+class Columns(dict[str, jax.Array]):
+    """What a loss reads of a micro-batch; one that is not there is refused by name."""
+
+    def __missing__(self, name: str) -> jax.Array:
+        raise KeyError(
+            f"the loss reads column {name!r}; it has {', '.join(self)}; "
+            "add it to the columns=(...) of the role, in roles() of the algorithm"
+        )
+
+
 class Trainer:
     """Compiled update of one model under one loss in one layout.
 
@@ -298,7 +308,10 @@ class Trainer:
         options = {"remat": self._remat, "run": self.replicas.run(rows, in_flight)}
 
         def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
-            return self._loss(self._forward(stacked, micro, **options), micro, denominators)
+            outputs = self._forward(stacked, micro, **options)
+            loss, metrics = self._loss(outputs, Columns(micro), denominators)
+            _check_metrics(metrics)
+            return loss, metrics
 
         def add(sums: Params, micro: Micro) -> tuple[Params, tuple[jax.Array, dict[str, Metric]]]:
             (loss, metrics), more = jax.value_and_grad(loss_of, has_aux=True)(stacked, micro)
@@ -357,3 +370,13 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise ValueError(f"{name}={value!r} must {rule}")
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuses a bare number: how parts of a mini-batch add up to it is not known."""
+    for name, value in metrics.items():
+        if not isinstance(value, Metric):
+            raise TypeError(
+                f"the loss's metric {name!r} is of type {type(value).__name__}; give a Mean, Max, "
+                "Min or Total of hfjax.metrics, as rl.loss_metric(value, mask, denominators)"
+            )

@@ -49,3 +49,18 @@ def test_workers_get_an_algorithms_own_file_by_value(tmp_path: Path) -> None:
 
 def test_shipped_algorithms_are_found_by_their_short_name() -> None:
     assert load_algorithm(algorithm_name(ppo)) is ppo
+
+
+def test_a_file_finds_its_neighbours_and_a_name_what_is_in_this_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "neighbour_of_mine.py").write_text(SOURCE)
+    (tmp_path / "mine.py").write_text("from neighbour_of_mine import Settings, roles, step")
+    package = tmp_path / "package_of_mine"
+    package.mkdir()
+    (package / "deep.py").write_text(SOURCE)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert load_algorithm(str(tmp_path / "mine.py")).Settings().scale == 1.0
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    monkeypatch.chdir(tmp_path)
+    assert load_algorithm("package_of_mine.deep").Settings().scale == 1.0

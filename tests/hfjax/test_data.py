@@ -89,6 +89,17 @@ def test_skipped_lines_are_counted_and_named(tmp_path, caplog):
     assert "line 5" in caplog.text
 
 
+def test_text_without_tokens_is_named(tmp_path, caplog):
+    """The embedded tokenizer knows digits and signs, no letters."""
+    rows = (
+        b'{"prompt": "1+1=", "ground_truth": "2"}\n{"prompt": "what is 2?", "ground_truth": "2"}\n'
+    )
+    (tmp_path / "words.jsonl").write_bytes(rows)
+    assert len(load(str(tmp_path / "words.jsonl"))) == 2
+    assert "1 rows have text that the tokenizer has no token for" in caplog.text
+    assert "the model reads '<unk>': line 2" in caplog.text
+
+
 def test_skipping_everything_is_an_error(tmp_path):
     path = write_jsonl(tmp_path, {"prompt": "", "ground_truth": ""})
     with pytest.raises(ValueError, match="1 unusable rows, 0 usable: line 1: prompt is empty"):

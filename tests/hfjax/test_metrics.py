@@ -194,12 +194,16 @@ def test_equal_runs_write_equal_bytes_and_floats_read_back_exactly(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("rows", "n", "prompts"), [(512, 16, 16), (128, 16, 8), (8, 2, 4)])
+@pytest.mark.parametrize(
+    ("rows", "n", "prompts"), [(512, 16, 8), (128, 16, 8), (8, 2, 4), (3, 3, 1)]
+)
 def test_samples_are_of_many_prompts_also_when_each_has_many_rows(rows, n, prompts):
     shown = metrics.sample_rows(rows)
     assert len(shown) == min(rows, metrics.SAMPLE_ROWS)
     assert len({row // n for row in shown}) == prompts
+    assert shown == sorted(set(shown))
     assert max(shown) < rows
+    assert all(row + 1 in shown for row in shown[:-1:2])
 
 
 def test_after_a_resume_each_step_stands_once(tmp_path):

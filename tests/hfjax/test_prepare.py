@@ -89,7 +89,8 @@ def test_a_reward_function_that_is_not_there_is_refused_early(
 ) -> None:
     model = write_lut(tmp_path / "model", path_table(3, EOS))
     config = asked(tmp_path, model, reward={"function": "nope:f"})
-    assert "no module 'nope' on the path" in refused(config, monkeypatch)
+    message = refused(config, monkeypatch)
+    assert "reward.function: 'nope:f': no module 'nope' on the path" in message
 
 
 def test_weights_that_are_not_there_are_refused_early(

@@ -200,3 +200,17 @@ def test_a_score_model_reads_the_last_token_and_adds_its_bias(tmp_path: Path) ->
         for batch in (together, by_itself):
             score_B = m.reward.compute_reward(batch)["score"]
             np.testing.assert_allclose(score_B, [1.5] * len(score_B), atol=1e-5)
+
+
+def test_metrics_of_an_update_carry_the_roles_name(tmp_path: Path) -> None:
+    """Two policies in one run do not take each other's place."""
+    policy = write_tiny_hf(tmp_path / "policy", eos=None)
+    builder = partial(ROLES["actor"], model=str(policy), training=FROZEN)
+    batch = prompts([5, 9, 2])
+    with started(actor=an_actor(policy, max_new_tokens=4), student=builder) as m:
+        batch |= m.actor.generate_sequences(batch)
+        batch |= m.actor.compute_log_prob(batch)
+        batch |= {"advantages": np.ones_like(batch["old_log_probs"])}
+        batch |= {"ref_log_prob": batch["old_log_probs"]}
+        found = {**m.actor.update_actor(batch).result(), **m.student.update_actor(batch).result()}
+    assert {"actor/loss", "student/loss", "actor/grad_norm", "student/grad_norm"} <= found.keys()

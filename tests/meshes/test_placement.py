@@ -229,7 +229,7 @@ def test_the_presets_of_simulated_devices_run_on_cpu_also_on_a_machine_with_gpus
         placement = load_placement(name, ["actor", "reference"])
         assert placement.platform == ("cpu" if name.startswith("cpu") else None)
         assert parse_placement(placement.to_toml()) == placement
-    assert "cpu devices" in load_placement("cpu8_split").table()
+    assert "cpu device ids" in load_placement("cpu8_split").table()
     with pytest.raises(ValueError, match="platform = \"cuda\" is unknown; use 'cpu' or 'gpu'"):
         parse_placement('platform = "cuda"' + GOOD)
 
@@ -249,7 +249,7 @@ def test_a_frozen_role_only_computes() -> None:
 def test_table() -> None:
     # Columns are as wide as their longest cell, two spaces apart.
     assert parse_placement(GOOD).table().splitlines() == [
-        "role    pool    devices             layout  mesh               generate          micro-DP",
+        "role    pool    device ids          layout  mesh               generate          micro-DP",
         "actor   policy  0-3 in 2 processes  train   data 2 x tensor 2  pipe 1, tensor 1  2",
         "critic  value   4-7                 train   fsdp 4             -                 -",
         "reward  value   4-7                 infer   data 4             -                 -",

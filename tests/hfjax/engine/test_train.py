@@ -201,6 +201,28 @@ def test_an_unset_head_or_missing_column_is_refused():
         trainer.init_state(jax.tree.map(lambda p: p.astype(jnp.bfloat16), host_params()))
 
 
+def bare_loss(outputs, batch, denominators):
+    return aggregate(-outputs.log_probs_BT, batch["response_mask"], denominators), {"kl": 1.0}
+
+
+def absent_loss(outputs, batch, denominators):
+    return aggregate(batch["values"], batch["response_mask"], denominators), {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        (bare_loss, TypeError, r"metric 'kl' is of type float; give a Mean.*rl.loss_metric"),
+        (absent_loss, KeyError, r"reads column 'values'; it has .*add it to the columns"),
+    ],
+)
+def test_a_loss_is_told_what_is_wrong_with_it(loss, kind, message):
+    trainer = trainer_of(loss, ONE)
+    micros = cut_micros(make_batch(), replicas=1)
+    with pytest.raises(kind, match=message):
+        trainer.gradients(place_params(host_params(), ONE), micros)
+
+
 # --- updates --------------------------------------------------------------------------------------
 
 
