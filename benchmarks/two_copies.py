@@ -2,7 +2,6 @@
 """Weights from one half of the devices to the other, which generates: two copies, in seconds."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,8 @@ class Sender:
         self.writer = rank if rank < each else None
         self.reader = rank - processes + each if rank >= processes - each else None
         self.folder = folder if processes > 1 else None
-        self.targets, self.arrays = jax.tree.leaves(after), {}
+        self.targets: list[Any] = jax.tree.leaves(after)
+        self.arrays: dict[int, jax.Array] = {}
         if self.writer is not None:
             self.weights = init_params(setup.cfg, "lm", jax.random.key(0), before)
 
@@ -76,17 +76,11 @@ class Sender:
                 sent = self.exchange.pack(bucket, self.writer, self.weights)
             values = self._through_files(bucket, sent) if self.folder else sent
             if self.reader is not None:
-                self._take(bucket, values)
+                where = (self.reader, values, self.targets, self.arrays)
+                self.exchange.unpack(bucket, *where)
         jax.block_until_ready(self.arrays)
         multihost_utils.sync_global_devices("arrived")
         return time.perf_counter() - start_s, 0.0
-
-    def _take(self, bucket: int, values: Sequence[Sequence[np.ndarray]]) -> None:
-        assert self.reader is not None
-        for leaf in self.exchange.leaves(bucket):
-            if leaf in self.arrays:
-                self.arrays.pop(leaf).delete()
-        self.arrays |= self.exchange.unpack(bucket, self.reader, values, self.targets)
 
     def _through_files(self, bucket: int, sent: Values) -> Values:
         """Writes what this process sends; what it reads, when all have written."""

@@ -240,13 +240,9 @@ class Rollout(ModelRole):
 
     @method(ONE_TO_ALL)
     def receive_weights(self, bucket: int, *parcels: Any) -> None:
-        """Takes up a bucket's parcels; the old weights go before the new ones come."""
-        if any(parcel is None for parcel in parcels):
-            return
-        for leaf in self.exchange.leaves(bucket):
-            if leaf in self.leaves:
-                self.leaves.pop(leaf).delete()
-        self.leaves |= self.exchange.unpack(bucket, self.rank, parcels, self.shardings)
+        """Takes up a bucket's parcels, if the weights have changed."""
+        if not any(parcel is None for parcel in parcels):
+            self.exchange.unpack(bucket, self.rank, parcels, self.shardings, self.leaves)
 
 
 def make_exchange(

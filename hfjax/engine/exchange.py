@@ -149,21 +149,25 @@ class Exchange:
         reader: int,
         values: Sequence[Sequence[np.ndarray]],
         placed: Sequence[NamedSharding],
-    ) -> dict[int, jax.Array]:
-        """The bucket's parameters by leaf, placed, from the parcels for `reader`."""
+        held: dict[int, jax.Array],
+    ) -> None:
+        """Puts the bucket's parameters, from the parcels for `reader`, in the place of those `held`.
+
+        The old arrays are deleted before the new ones come.
+        """
         pieces: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for parcel, arrays in zip(self.parcels(bucket, reader=reader), values, strict=True):
             for piece, array in zip(parcel.pieces, arrays, strict=True):
                 pieces.setdefault(piece.leaf, []).append((piece.box, array))
-        found: dict[int, jax.Array] = {}
         for leaf in self.leaves(bucket):
+            if leaf in held:
+                held.pop(leaf).delete()
             sizes, parts = self._sizes[leaf], pieces.get(leaf, [])
 
             def shard(index: Any, sizes: Any = sizes, parts: Any = parts) -> np.ndarray:
                 return self._shard(_box(index, sizes), parts)
 
-            found[leaf] = jax.make_array_from_callback(sizes, placed[leaf], shard)
-        return found
+            held[leaf] = jax.make_array_from_callback(sizes, placed[leaf], shard)
 
     def _shard(self, box: Box, pieces: Sequence[tuple[Box, np.ndarray]]) -> np.ndarray:
         """A device's part, put together; what nobody sent is padding."""
