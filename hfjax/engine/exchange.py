@@ -151,7 +151,7 @@ class Exchange:
         placed: Sequence[NamedSharding],
         held: dict[int, jax.Array],
     ) -> None:
-        """Puts the bucket's parameters, from the parcels for `reader`, in the place of those `held`.
+        """Puts a bucket's parameters, from the parcels for `reader`, in the place of those `held`.
 
         The old arrays are deleted before the new ones come.
         """
