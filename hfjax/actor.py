@@ -29,7 +29,14 @@ from hfjax.models.hf import generation_stop_ids
 from hfjax.models.llama import ModelConfig, Params, abstract_params
 from hfjax.roles import ModelRole, TrainedRole, masked, plan_model
 from hfjax.tokenizer import load_tokenizer
-from meshes.layouts import HYBRID_V, HYBRID_V_PERMUTE, Layout, generate_layout, shardings
+from meshes.layouts import (
+    HYBRID_V,
+    HYBRID_V_PERMUTE,
+    TWO_COPIES,
+    Layout,
+    generate_layout,
+    shardings,
+)
 from meshes.placement import RolePlacement
 
 GENERATES = method(
@@ -126,7 +133,6 @@ class Actor(TrainedRole):
         """`rollout` None: an actor that never generates; `exchange`: its second copy does."""
         self.rank, self.exchange = context.rank, exchange
         self.generates = rollout is not None and exchange is None
-        self.sent: dict[int, int] = {}  # bucket -> version of the weights last sent
         temperature = rollout.temperature if rollout else 1.0
         super().__init__(context, temperature=temperature, seed=seed, **trained)
         if rollout and self.generates:
@@ -141,7 +147,12 @@ class Actor(TrainedRole):
         processes: tuple[int, int],
     ) -> tuple[partial[Any], partial[Any], Exchange]:
         """Builders of an actor and of its second copy, and the way between their weights."""
-        settings = builder.keywords
+        settings, kind = builder.keywords, builder.func
+        if getattr(kind, "generate_sequences", None) is not Actor.generate_sequences:
+            raise ValueError(
+                f"[{trains.role}] relay = {TWO_COPIES!r} generates as hfjax.actor.Rollout does, "
+                f"{kind} has a generate_sequences of its own; use another relay"
+            )
         exchange = make_exchange(settings, trains, generates, processes)
         kept = {name: settings[name] for name in ("model", "seed", "rollout") if name in settings}
         dtype = settings["training"].compute_dtype
@@ -196,14 +207,11 @@ class Actor(TrainedRole):
 
     @method(ONE_TO_ALL)
     def send_weights(self, bucket: int, *after: Any) -> list[Any]:
-        """This process's parcels of a bucket; None for each if they have not changed since.
+        """This process's parcels of a bucket.
 
         What comes `after` is waited for, so that few buckets are on their way at a time.
         """
         assert self.exchange is not None
-        if self.sent.get(bucket) == self.held.version:
-            return [None] * len(self.exchange.parcels(bucket, writer=self.rank))
-        self.sent[bucket] = self.held.version
         return self.exchange.pack(bucket, self.rank, self.held.train())
 
 
@@ -220,6 +228,7 @@ class Rollout(ModelRole):
         **model: Any,
     ) -> None:
         """Holds no weights before they come; `model` goes to ModelRole."""
+        self.params: dict[int, jax.Array] = {}  # by place in the tree
         super().__init__(context, loads=False, seed=seed, **model)
         self.rank, self.exchange = context.rank, exchange
         layout = generate_layout(
@@ -227,22 +236,23 @@ class Rollout(ModelRole):
         )
         placed, self.treedef = jax.tree.flatten(shardings(self.mesh, layout, self.axes))
         self.shardings = placed
-        self.leaves: dict[int, jax.Array] = {}
         where = {"model": self.model, "seed": seed}
         self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
 
     @GENERATES
     def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
         """As the actor's, with the weights received."""
-        leaves = [self.leaves[index] for index in range(len(self.shardings))]
-        weights = self.treedef.unflatten(leaves)
-        return Answer(self.generation.columns(weights, shard, greedy=greedy), shard.rows)
+        received = self.weights()
+        weights = self.treedef.unflatten([received[i] for i in range(len(self.shardings))])
+        columns = self.generation.columns(weights, shard, greedy=greedy)
+        self.rest()
+        return Answer(columns, shard.rows)
 
     @method(ONE_TO_ALL)
     def receive_weights(self, bucket: int, *parcels: Any) -> None:
-        """Takes up a bucket's parcels, if the weights have changed."""
-        if not any(parcel is None for parcel in parcels):
-            self.exchange.unpack(bucket, self.rank, parcels, self.shardings, self.leaves)
+        """Takes up a bucket's parcels."""
+        self.exchange.unpack(bucket, self.rank, parcels, self.shardings, self.params)
+        jax.block_until_ready(self.params)
 
 
 def make_exchange(

@@ -108,6 +108,11 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         builders=builders,
         placement=_placement(config, builders),
     )
+    if "actor" not in builders:
+        raise ValueError(
+            f"algorithm={algorithm.__name__}: roles() has {', '.join(builders)}; one must be "
+            "'actor', whose model is evaluated and exported"
+        )
     tokens, highest_id = _extent(plan)
     for role in plan.trained:
         _check_micro(plan, role, tokens)
@@ -116,7 +121,11 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         if second := plan.placement.rollout(role):
             if not builders[role].keywords.get("rollout"):
                 raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
-            check_model(builders[role], second, tokens, highest_id)
+            try:
+                check_model(builders[role], second, tokens, highest_id)
+            except ValueError as error:
+                where = f"[{role}] generate on the devices of [pool.{second.pool}]"
+                raise ValueError(f"{where}: {error}") from error
         _check_weights(builders[role])
         if (other := builders[role].keywords["model"]) != model:
             check_vocabulary(load_tokenizer(model), load_tokenizer(other))

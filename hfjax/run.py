@@ -21,7 +21,7 @@ from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
-from hfjax.controller.handle import start
+from hfjax.controller.handle import RECEIVE, SEND, start
 from hfjax.metrics import (
     Mean,
     Metric,
@@ -44,8 +44,6 @@ STAGES = {  # method -> verl's name of the stage
     "compute_log_prob": "old_log_prob",
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
-    "send_weights": "update_weights",
-    "receive_weights": "update_weights",
 }
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
@@ -183,8 +181,10 @@ class Run:
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         calls = self.models.drain()
         seconds = _seconds(calls)
-        if "timing_s/update_weights" in record:  # part of the call, but a stage of its own
-            seconds["gen"] -= record["timing_s/update_weights"]
+        if "gen" in seconds:  # the relay is part of that call, but a stage of its own
+            relay_s = record.get("timing_s/update_weights", 0.0)
+            seconds["gen"] -= relay_s
+            seconds.setdefault("update_weights", relay_s)
         seconds |= taken_seconds() | {"step": time.perf_counter() - start_s}
         tokens = int(columns["length"].sum()), int(columns["response_mask"].sum())
         record |= batch_metrics(
@@ -304,7 +304,11 @@ class Run:
 def _seconds(calls: list[CallRecord]) -> dict[str, float]:
     """Seconds by stage: from the first process that began a call to the last that ended."""
     seconds: dict[str, float] = {}
-    for call in calls:
-        stage = STAGES.get(call.method, call.method)
-        seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
+    for transfer, group in itertools.groupby(calls, lambda call: call.method in (SEND, RECEIVE)):
+        found = list(group)
+        for stage, call in ((STAGES.get(c.method, c.method), c) for c in found if not transfer):
+            seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
+        if transfer:  # between pools, side by side: what lies between calls counts too
+            took_s = max(call.end_s for call in found) - min(call.start_s for call in found)
+            seconds["update_weights"] = seconds.get("update_weights", 0.0) + took_s
     return seconds

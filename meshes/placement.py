@@ -258,7 +258,8 @@ class Placement:
         keep = trained.generate or MeshShape()
         data = self.pools[trained.generate_pool].devices // keep.devices
         shape = replace(keep, data=data)
-        return RolePlacement(role, trained.generate_pool, infer=shape, generate=keep, relay=SHARED)
+        options: dict[str, Any] = {"relay": SHARED, "offload": trained.offload}
+        return RolePlacement(role, trained.generate_pool, infer=shape, generate=keep, **options)
 
     def table(self) -> str:
         """role -> pool -> devices -> mesh as aligned plain text."""

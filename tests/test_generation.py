@@ -56,11 +56,12 @@ LAYOUTS |= {
         "generate_pool": "other",
         "relay": "two-copies",
     },
-    "two-copies, zero 3, p_g 2": {
+    "two-copies, zero 3, p_g 2, offload": {
         "train": MeshShape(fsdp=2, tensor=2),
         "generate": MeshShape(pipe=2),
         "generate_pool": "other",
         "relay": "two-copies",
+        "offload": True,
     },
 }
 

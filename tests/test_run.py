@@ -20,10 +20,11 @@ from algorithms import grpo, ppo, sft
 from hfjax.algorithm import config_class
 from hfjax.batch import Batch
 from hfjax.config import from_dict, read_toml
+from hfjax.controller.calls import CallRecord
 from hfjax.metrics import Max
 from hfjax.models.hf import load_config, load_params
 from hfjax.models.llama import hidden_states, lm_logits
-from hfjax.run import Run, train
+from hfjax.run import Run, _seconds, train
 from hfjax.rundir import export_run
 from meshes.mesh import MeshShape
 from tests.fixtures import path_table, placed, write_lut, write_tiny_hf, write_tokenizer
@@ -532,3 +533,15 @@ def test_ids_outside_the_vocabulary_are_refused_before_anything_starts(tmp_path:
     mixed = dataclasses.replace(config, model=str(tmp_path / "small"), out=str(tmp_path / "second"))
     with pytest.raises(ValueError, match=r"token id 95 .* outside the vocabulary of 48"):
         Run(grpo, mixed)
+
+
+def test_a_transfer_between_pools_takes_from_its_first_call_to_its_last() -> None:
+    """Also what lies between its calls: the way through host memory."""
+    spans = [("send_weights", 0, 1), ("receive_weights", 3, 4), ("send_weights", 1, 2)]
+    spans += [("receive_weights", 4, 6), ("generate_sequences", 6, 9), ("update_actor", 9, 10)]
+    spans += [("send_weights", 10, 11), ("receive_weights", 11, 13)]
+    calls = [
+        CallRecord(i, 1, "actor", method, "pool", start, end, 0, frozenset())
+        for i, (method, start, end) in enumerate(spans)
+    ]
+    assert _seconds(calls) == {"update_weights": 6 + 3, "gen": 3, "update_actor": 1}

@@ -24,6 +24,7 @@ DRIVER = "driver"  # the pool of roles that live beside the controller
 SEND, RECEIVE = "send_weights", "receive_weights"  # methods of a role and of its second copy
 NO_COPY = "this role does not generate; remove generate_pool, and relay 'two-copies' with it"
 IN_FLIGHT = 2  # buckets of weights on their way between pools
+Split = tuple[Callable[..., Any], Callable[..., Any], Exchange]  # of a role and its second copy
 
 
 class Reply:
@@ -285,9 +286,7 @@ def start(
         raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(RUNTIMES)}")
     on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
     placement.check([role for role in builders if role not in on_driver])
-    for role in placement.roles:
-        if placement.rollout(role) and not hasattr(_unwrapped(builders[role])[0], "two_copies"):
-            raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
+    splits = {role: _split(placement, role, builders[role]) for role in placement.roles}
     options = {"log_to_driver": log_to_driver} if runtime == "ray" else {}
     world = RUNTIMES[runtime](placement.platform, **options)
     models = Models(world, deadline_s, group)
@@ -299,7 +298,7 @@ def start(
             )
             pool.build(role, builders[role], None)
         pools = world.open(list(placement.pools.values()))
-        _place(models, builders, placement, pools)
+        _place(models, builders, placement, pools, splits)
     except BaseException:
         models.shutdown()
         raise
@@ -311,6 +310,7 @@ def _place(
     builders: Mapping[str, Callable[..., Any]],
     placement: Placement,
     pools: Mapping[str, Pool],
+    splits: Mapping[str, Split | None],
 ) -> None:
     """Builds the placed roles, with their second copies; pools work side by side."""
 
@@ -323,16 +323,24 @@ def _place(
         return handle
 
     for role, where in placement.roles.items():
-        builder, second = builders[role], placement.rollout(role)
-        if second is None:
-            models.handles[role] = build(role, builder, where)
-            continue
-        processes = pools[where.pool].processes, pools[second.pool].processes
-        split = _unwrapped(builder)[0].two_copies
-        first_builder, second_builder, exchange = split(builder, where, second, processes)
-        first = models.handles[role] = build(role, first_builder, where)
-        first.second = SecondCopy(first, build(role, second_builder, second), exchange)
+        second, split = placement.rollout(role), splits[role]
+        builder = split[0] if split else builders[role]
+        handle = models.handles[role] = build(role, builder, where)
+        if split and second:
+            handle.second = SecondCopy(handle, build(role, split[1], second), split[2])
     models.drain()
+
+
+def _split(placement: Placement, role: str, builder: Callable[..., Any]) -> Split | None:
+    """Builders of a role and of its second copy; None of a role that has no such copy."""
+    second, where = placement.rollout(role), placement.roles[role]
+    if second is None:
+        return None
+    two_copies = getattr(_unwrapped(builder)[0], "two_copies", None)
+    if two_copies is None:
+        raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
+    processes = tuple(placement.pools[each.pool].processes for each in (where, second))
+    return two_copies(builder, where, second, processes)
 
 
 def _unwrapped(builder: Callable[..., Any]) -> tuple[Any, Mapping[str, Any]]:

@@ -91,6 +91,7 @@ class Exchange:
     ) -> None:
         """`shapes` of the parameters on either side, `dtype` of generation."""
         self.dtype = jnp.dtype(dtype)
+        self._bits = np.dtype(f"u{self.dtype.itemsize}")
         names = jax.tree.leaves(axes, is_leaf=is_axes)
         both = [[tuple(leaf.shape) for leaf in jax.tree.leaves(each)] for each in shapes]
         self._sizes = both[1]
@@ -125,7 +126,10 @@ class Exchange:
         return sum(_elements(box) for box in boxes) * self.dtype.itemsize
 
     def pack(self, bucket: int, writer: int, weights: Params) -> list[list[np.ndarray]]:
-        """The arrays of each parcel that `writer` sends, cut on the host from its own shards."""
+        """The arrays of each parcel that `writer` sends, cut on the host from its own shards.
+
+        As contiguous unsigned integers: only of dtypes that NumPy has is a buffer sent as it is.
+        """
         leaves = jax.tree.leaves(weights)
 
         @cache
@@ -138,7 +142,8 @@ class Exchange:
             return np.asarray(shards(leaf)[shard])
 
         def cut(piece: Piece) -> np.ndarray:
-            return on_host(piece.leaf, piece.shard)[_within(piece.box, piece.shard)]
+            part = on_host(piece.leaf, piece.shard)[_within(piece.box, piece.shard)]
+            return np.ascontiguousarray(part).view(self._bits)
 
         mine = self.parcels(bucket, writer=writer)
         return [[cut(piece) for piece in parcel.pieces] for parcel in mine]
@@ -158,7 +163,7 @@ class Exchange:
         pieces: dict[int, list[tuple[Box, np.ndarray]]] = {}
         for parcel, arrays in zip(self.parcels(bucket, reader=reader), values, strict=True):
             for piece, array in zip(parcel.pieces, arrays, strict=True):
-                pieces.setdefault(piece.leaf, []).append((piece.box, array))
+                pieces.setdefault(piece.leaf, []).append((piece.box, array.view(self.dtype)))
         for leaf in self.leaves(bucket):
             if leaf in held:
                 held.pop(leaf).delete()

@@ -231,7 +231,6 @@ class Weights:
     ) -> None:
         """`relay` None: a model that never generates. `offload`: moments rest in host memory."""
         self._replicas, self._relay, self._offload = replicas, relay, offload
-        self.version = 0  # counts the states taken
         self.take(state)
 
     def take(self, state: TrainState) -> None:
@@ -240,7 +239,6 @@ class Weights:
             state = replace(state, opt_state=to_host(state.opt_state))
         self._state, self._train, self._generate = state, None, None
         self._master_away = False
-        self.version += 1
 
     def state(self) -> TrainState:
         """The training state, master weights in place, to update or save; copies are dropped."""

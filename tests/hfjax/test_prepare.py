@@ -18,11 +18,12 @@ from algorithms import grpo, ppo, sft
 from hfjax import cli
 from hfjax.actor import Actor
 from hfjax.algorithm import config_class
-from hfjax.config import from_dict, to_toml
+from hfjax.config import RolloutConfig, TrainingConfig, from_dict, to_toml
+from hfjax.controller.handle import start
 from hfjax.controller.worker import RoleError
 from hfjax.prepare import prepare
 from hfjax.run import Run, default_config
-from meshes.placement import Placement
+from meshes.placement import Placement, parse_placement
 from tests.fixtures import path_table, write_lut, write_tiny_hf
 from tests.test_run import EOS, prompts_file, tuning
 
@@ -413,3 +414,44 @@ def test_data_that_cannot_be_used_ends_the_command_before_anything_starts(
     assert [name for name in named if name not in message] == []
     assert "t5" not in message
     assert not out.exists()
+
+
+TWO_POOLS = """
+[pool.policy]
+devices = 4
+[pool.rollout]
+devices = 4
+[actor]
+pool = "policy"
+train = { data = 4 }
+relay = "two-copies"
+generate_pool = "rollout"
+generate = { tensor = 4 }
+[reference]
+pool = "policy"
+infer = { data = 4 }
+"""
+
+
+def test_a_second_copy_that_its_pool_cannot_divide_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    text = TWO_POOLS.replace("{ tensor = 4 }", "{ tensor = 64 }")
+    text = text.replace("[pool.rollout]\ndevices = 4", "[pool.rollout]\ndevices = 64")
+    (tmp_path / "placed.toml").write_text(text)
+    config = asked(tmp_path, model, placement=str(tmp_path / "placed.toml"))
+    message = refused(config, monkeypatch)
+    assert r"[actor] generate on the devices of [pool.rollout]: layout" in message
+
+
+def test_an_actor_that_generates_in_its_own_way_has_no_second_copy(tmp_path: Path) -> None:
+    class Own(Actor):
+        def generate_sequences(self, shard: Any, *, greedy: bool = False) -> Any:
+            raise NotImplementedError
+
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    placement = parse_placement(TWO_POOLS).only(["actor"])
+    builder = partial(Own, model=str(model), rollout=RolloutConfig(), training=TrainingConfig())
+    with pytest.raises(ValueError, match=r"\[actor\] relay = 'two-copies' .* of its own"):
+        start(placement, {"actor": builder}, runtime="local")

@@ -166,14 +166,25 @@ def test_a_second_copy_answers_with_the_newest_weights_and_gets_them_once() -> N
     with start(two_pools(), {"master": Master}, runtime="local") as m:
         assert m.master.tell(batch)["told"].tolist() == [0] * 4
         assert m.master.tell(batch)["told"].tolist() == [0] * 4
-        assert m.master.received().result() == [[(b, 1, False) for b in range(BUCKETS)]]
+        assert m.master.received().result() == [[(b, 1) for b in range(BUCKETS)]]
         m.master.update(batch)
         m.master.update(batch)
         assert m.master.tell(batch)["told"].tolist() == [2] * 4
-        assert m.master.received().result() == [[(b, 1, False) for b in range(BUCKETS)]]
+        assert m.master.received().result() == [[(b, 1) for b in range(BUCKETS)]]
         records = {record.method: record.pool for record in m.drain()}
         assert records["send_weights"] == records["update"] == "here"
         assert records["receive_weights"] == records["tell"] == "there"
+
+
+def test_after_an_interrupted_transfer_all_weights_are_sent_again() -> None:
+    batch = Batch(x=np.arange(4))
+    with start(two_pools(), {"master": Master}, runtime="local") as m:
+        m.master.tell(batch)
+        m.master.update(batch)
+        m.master.second.handle.pool.worker.roles["master"].fails = True
+        with pytest.raises(KeyboardInterrupt):
+            m.master.tell(batch)
+        assert m.master.tell(batch)["told"].tolist() == [1] * 4
 
 
 def test_only_a_role_that_generates_may_have_a_second_copy() -> None:
