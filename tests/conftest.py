@@ -15,3 +15,5 @@ import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+assert jax.device_count() == 8  # starts JAX: no test can change the number any more

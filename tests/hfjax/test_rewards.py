@@ -247,6 +247,15 @@ def test_a_short_batch_costs_milliseconds():
     assert min(seconds) < 0.05  # 1 ms on an idle machine
 
 
+@pytest.fixture
+def ctrl_c():
+    """A process that a shell started in the background ignores it, and so does its Python."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_the_call_and_its_processes(functions):
     pool = RewardPool(f"{functions}:trouble", workers=1, deadline_s=60.0)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
