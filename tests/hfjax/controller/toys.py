@@ -220,8 +220,8 @@ class ToyExchange:
 
 
 def two_pools(processes: int = 1) -> Placement:
-    """A master and its pupil, each in `processes` processes of two devices."""
-    pools = {name: Pool(name, 2 * processes, processes) for name in ("here", "there")}
+    """A master in `processes` processes of two devices, and its pupil in one."""
+    pools = {"here": Pool("here", 2 * processes, processes), "there": Pool("there", 2)}
     where: Any = {"generate_pool": "there", "relay": "two-copies"}
     train = MeshShape(data=2 * processes)
     return Placement(
