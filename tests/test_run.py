@@ -331,7 +331,7 @@ def test_after_the_first_step_of_a_shape_nothing_compiles(
         run.step = counted(run.step, in_steps)
         run.evaluate = counted(run.evaluate, in_evaluations)
         run.train()
-        programs = run.models.actor.pool.worker.roles["actor"].decoder.programs
+        programs = run.models.actor.pool.worker.roles["actor"].generation.decoder.programs
     widths = [
         (batch["prompt_ids"].shape[1], batch["input_ids"].shape[1], -(-batch["length"].max() // 32))
         for batch in batches
