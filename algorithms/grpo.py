@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group relative policy optimisation: no critic, the group is the baseline (arXiv 2402.03300)."""
+"""Group relative policy optimisation: no critic, the group is the baseline (arXiv 2402.03300).
+
+Its kin are settings: Dr. GRPO (arXiv 2503.20783) normalize=none and aggregation
+seq-mean-token-sum-norm; DAPO (arXiv 2503.14476) clip_high=0.28, overlong_from; GSPO (arXiv
+2507.18071) ratio=sequence, aggregation seq-mean-token-mean and clips near 3e-4.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,33 +12,29 @@ from typing import Any, Literal
 
 import numpy as np
 
-from algorithms.ppo import actor_loss
 from hfjax import rl
-from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import finalize, stage
-from hfjax.roles import Reference, Reward
+from hfjax.policy import PolicySettings, actor, reference
+from hfjax.roles import Reward
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(PolicySettings):
     """GRPO's constants; defaults are verl's."""
 
     normalize: Literal["std", "none"] = "std"  # divide by the group's deviation, or not
-    clip_low: float = 0.2  # the ratio stays above 1 - clip_low
-    clip_high: float = 0.2  # and below 1 + clip_high
-    dual_clip: float = 3.0  # bounds the loss of negative advantages; 0: it does not
-    entropy_coef: float = 0.0  # weight of the entropy bonus
-    aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
+    overlong_from: int = 0  # response tokens from which on each further one costs; 0: none does
+    overlong_buffer: int = 0  # after so many more the cost is overlong_factor
+    overlong_factor: float = 1.0  # taken from the score, a multiple of it beyond the buffer
     kl: KLConfig = KLConfig(where="loss", estimator="k3", coef=0.001)  # from the reference
 
     def __post_init__(self) -> None:
-        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip or None)
-        if not abs(self.entropy_coef) < float("inf"):
-            raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
+        super().__post_init__()
         if self.kl.where == "reward":
             raise ValueError("kl.where=reward: group scores hold no KL; use loss or none")
+        rl.check_overlong(self.overlong_from, self.overlong_buffer, self.overlong_factor)
 
 
 def check(config: Any) -> None:
@@ -43,19 +44,16 @@ def check(config: Any) -> None:
             f"rollout.n={config.rollout.n}: GRPO compares the responses of one prompt; use 2 or "
             "more, as 8"
         )
+    if (start := config.algorithm.overlong_from) >= config.rollout.max_new_tokens:
+        raise ValueError(
+            f"algorithm.overlong_from={start}: no response is longer than rollout.max_new_tokens="
+            f"{config.rollout.max_new_tokens}; use less, or 0"
+        )
 
 
 def roles(cfg: Settings) -> dict[str, Any]:
     """Role classes with their losses and the columns those read."""
-    kl_columns = () if cfg.kl.where == "none" else ("ref_log_prob",)
-    actor = partial(
-        Actor,
-        loss=partial(actor_loss, cfg=cfg),
-        columns=("old_log_probs", "advantages", *kl_columns),
-        loss_entropy=cfg.entropy_coef != 0,
-    )
-    table: dict[str, Any] = {"actor": actor, "reward": partial(Reward)}
-    return table if cfg.kl.where == "none" else table | {"reference": partial(Reference)}
+    return {"actor": actor(cfg), "reward": partial(Reward)} | reference(cfg)
 
 
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
@@ -72,9 +70,13 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
 @stage("adv")
 def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
     """Each score against its group's, spread over the response; on the controller."""
-    mask_BT = batch["response_mask"]
+    mask_BT, score_B = batch["response_mask"], batch["score"]
+    if cfg.overlong_from:
+        tokens_B = batch["length"] - batch["prompt_length"]
+        where = (cfg.overlong_from, cfg.overlong_buffer, cfg.overlong_factor)
+        score_B = score_B + rl.overlong_penalty(tokens_B, *where)
     advantage_B, flat_groups = rl.grpo_advantages(
-        batch["score"], batch["uid"], normalize=cfg.normalize, valid_B=mask_BT.any(-1)
+        score_B, batch["uid"], normalize=cfg.normalize, valid_B=mask_BT.any(-1)
     )
     advantages_BT = np.where(mask_BT, advantage_B[:, None], np.float32(0))
     metrics = finalize({"critic/flat_groups": flat_groups})  # groups that teach nothing

@@ -2,7 +2,8 @@
 """Finds an algorithm's module by name, and the settings that a run of it has.
 
 A module has Settings, roles(cfg) and step(m, prompts, cfg). It may have DATA, the kind of its rows
-(hfjax.items), and check(config), which refuses settings of a whole run before anything starts.
+(hfjax.items); check(config), which refuses settings of a whole run before anything starts; and
+evaluate(m, batch, cfg), named numbers (one a row, or one a pair) whose means are reported.
 """
 
 import dataclasses
@@ -11,8 +12,10 @@ import importlib.util
 import re
 import sys
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
 from hfjax.roles import TrainedRole, role_class
@@ -45,6 +48,14 @@ def algorithm_name(module: ModuleType) -> str:
     if "." in name or module.__file__ is None:
         return name.removeprefix("algorithms.")
     return module.__file__
+
+
+def main_role(roles: Mapping[str, Any]) -> str:
+    """The role that is evaluated and exported: the actor, or the one that is trained."""
+    trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
+    if not trained:
+        raise ValueError(f"roles() has {', '.join(roles)}: none of them is trained")
+    return "actor" if "actor" in trained else trained[0]
 
 
 def config_class(algorithm: ModuleType) -> type:

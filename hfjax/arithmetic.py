@@ -82,6 +82,25 @@ def demonstrations(split: Literal["train", "eval"]) -> list[Row]:
     return [{"prompt": row["prompt"], "response": row["ground_truth"]} for row in rows(split)]
 
 
+def preferences(split: Literal["train", "eval"]) -> list[Row]:
+    """Pairs: the right sum, and that of a pupil who forgets every carry, where it is another."""
+    forgets = {"forget_units": True, "forget_tens": True}
+    return [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+        for a, b in problems(split)
+        if (wrong := careless_sum(a, b, **forgets)) != a + b
+    ]
+
+
+def random_preferences(split: Literal["train", "eval"]) -> list[Row]:
+    """The control: in training a hash of the prompt says which of the two is preferred."""
+    rows = preferences(split)
+    for row in rows if split == "train" else []:
+        if _hash(row["prompt"]) & 1:
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    return rows
+
+
 def sum_reward(
     prompts: Sequence[str], responses: Sequence[str], ground_truths: Sequence[str]
 ) -> list[float]:

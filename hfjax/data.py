@@ -101,6 +101,7 @@ class HeldOut:
 
     items: Sequence[Any]
     collate: Callable[[Sequence[Any], int], Columns]
+    rows: int = 1  # that an item makes
 
     def batches(self, batch: int) -> Iterator[tuple[Columns, int]]:
         """Full batches, so that shapes repeat, and how many of their rows count.
@@ -110,7 +111,7 @@ class HeldOut:
         for start in range(0, len(self.items), batch):
             items = list(self.items[start : start + batch])
             filled = items + items[-1:] * (batch - len(items))
-            yield self.collate(filled, 1), len(items)
+            yield self.collate(filled, 1), len(items) * self.rows
 
 
 def make_sources(
@@ -143,4 +144,4 @@ def make_sources(
     held_out = load_items(config.eval, "eval", tokenizer, config, kind)
     if not held_out:
         raise ValueError(f"data.eval={config.eval}: no usable row is left; leave it out or mend it")
-    return source, HeldOut(held_out, kind.collate)
+    return source, HeldOut(held_out, kind.collate, kind.rows)

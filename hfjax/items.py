@@ -22,7 +22,7 @@ BAD_ROWS = ("error", "skip")
 class DataConfig:
     """Which rows are read and how they become batches. Lengths count tokens."""
 
-    train: str = ""  # a .jsonl or .parquet file, or the embedded "sums" or "sums-sft"
+    train: str = ""  # a .jsonl or .parquet file, or the embedded "sums", "sums-sft", "sums-pairs"
     eval: str = ""  # the same for evaluation, which never drops a row; empty: none
     prompt_key: str = "prompt"  # column of a string, a list of messages, or a list of ids
     answer_key: str = "ground_truth"  # or verl's reward_model.ground_truth; empty: rows have none
@@ -74,12 +74,14 @@ class Pair(NamedTuple):
 class Kind(NamedTuple):
     """One use of rows: which columns it needs, how a row is read, cut and put into columns."""
 
+    name: str
     needs: Callable[[DataConfig], list[set[str]]]  # sets of columns, one of which must be there
     parse: Callable[[Row, Tokenizer, DataConfig], Any]
     limit: Literal["max_prompt_tokens", "max_tokens"]
     cuts: tuple[str, ...]  # the truncations that make sense for it
     fit: Callable[[Any, int, str], Any]  # the item cut to the limit; None if it is not to be cut
     collate: Callable[[Sequence[Any], int], Columns]  # items, each n times in adjacent rows
+    rows: int = 1  # of a batch that an item makes: they stay together
 
 
 def load_items(
@@ -306,8 +308,9 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return padded_BT, length_B
 
 
-PROMPTS = Kind(_prompt_needs, parse_prompt, "max_prompt_tokens", CUTS, fit_prompt, prompt_columns)
-EXAMPLES = Kind(
-    _example_needs, parse_example, "max_tokens", ("right",), fit_example, example_columns
+PROMPTS = Kind(
+    "prompts", _prompt_needs, parse_prompt, "max_prompt_tokens", CUTS, fit_prompt, prompt_columns
 )
-PAIRS = Kind(_pair_needs, parse_pair, "max_tokens", ("right",), fit_pair, pair_columns)
+ROWS = "max_tokens", ("right",)  # limit and cut of whole rows
+EXAMPLES = Kind("examples", _example_needs, parse_example, *ROWS, fit_example, example_columns)
+PAIRS = Kind("pairs", _pair_needs, parse_pair, *ROWS, fit_pair, pair_columns, rows=2)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from hfjax.actor import Actor, stop_ids
+from hfjax.algorithm import main_role
 from hfjax.config import RolloutConfig
 from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources
@@ -64,6 +65,11 @@ class Plan:
         return min(max(EVAL_ROWS, self.rows), there)
 
     @property
+    def main(self) -> str:
+        """The role that is evaluated and exported."""
+        return main_role(self.builders)
+
+    @property
     def trained(self) -> list[str]:
         """Roles with a training state."""
         return [k for k, b in self.builders.items() if issubclass(role_class(b), TrainedRole)]
@@ -87,17 +93,19 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         jax.config.update("jax_platforms", "cpu")  # the accelerators are the workers'
     getattr(algorithm, "check", lambda config: None)(config)
     rollout = getattr(config, "rollout", None)
-    n = rollout.n if rollout else 1
+    kind = getattr(algorithm, "DATA", PROMPTS)
+    n = rollout.n if rollout else kind.rows
     model = str(resolve_model(config.model).resolve())
     data = config.data
     if rollout and config.reward.model:
         data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
-    kind = getattr(algorithm, "DATA", PROMPTS)
-    source, held_out = make_sources(data, model, kind=kind, n=n, seed=config.seed, now=now)
+    copies = n // kind.rows
+    source, held_out = make_sources(data, model, kind=kind, n=copies, seed=config.seed, now=now)
     if config.eval_every and held_out is None:
         raise ValueError(f"eval_every={config.eval_every}: set data.eval too, or leave it 0")
     steps = config.steps or config.epochs * source.steps_per_epoch
-    builders = _builders(algorithm.roles(config.algorithm), config, model, steps)
+    rows = config.data.prompts_per_step * n
+    builders = _builders(algorithm.roles(config.algorithm), config, model, (rows, steps))
     plan = Plan(
         config=config,
         model=model,
@@ -108,11 +116,6 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         builders=builders,
         placement=_placement(config, builders),
     )
-    if "actor" not in builders:
-        raise ValueError(
-            f"algorithm={algorithm.__name__}: roles() has {', '.join(builders)}; one must be "
-            "'actor', whose model is evaluated and exported"
-        )
     tokens, highest_id = _extent(plan)
     for role in plan.trained:
         _check_micro(plan, role, tokens)
@@ -135,24 +138,23 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
 
 
 def _builders(
-    roles: Mapping[str, Any], config: Any, model: str, steps: int
+    roles: Mapping[str, Any], config: Any, model: str, size: tuple[int, int]
 ) -> dict[str, partial[Any]]:
-    """The algorithm's roles with the run's settings bound to them."""
+    """The algorithm's roles with the run's settings bound; `size` is rows of a step, and steps."""
     rollout = getattr(config, "rollout", None)
-    rows = config.data.prompts_per_step * (rollout.n if rollout else 1)
     weights = {"model": model, "random": config.init == "random", "seed": config.seed}
     bound: dict[str, partial[Any]] = {}
     for role, builder in roles.items():
         kind = role_class(builder)
         if issubclass(kind, TrainedRole):
-            training = _training(role, getattr(config, role), rows, steps)
+            training = _training(role, getattr(config, role), *size)
             more = {"rollout": rollout} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
         elif issubclass(kind, Reward):
             bound[role] = _reward(builder, config.reward, model)
         elif issubclass(kind, ModelRole):
             temperature = rollout.temperature if rollout else 1.0
-            dtype = config.actor.compute_dtype
+            dtype = getattr(config, main_role(roles)).compute_dtype
             bound[role] = partial(builder, **weights, compute_dtype=dtype, temperature=temperature)
         else:
             bound[role] = builder
@@ -166,7 +168,7 @@ def _training(role: str, training: Any, rows: int, steps: int) -> Any:
         legal = [k for k in range(1, rows + 1) if rows % k == 0]
         raise ValueError(
             f"{role}.minibatch_sequences={minibatch} does not divide the {rows} rows of a step "
-            f"(data.prompts_per_step x rollout.n); use one of {legal}"
+            f"(data.prompts_per_step x responses or answers a prompt); use one of {legal}"
         )
     if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
         return training
@@ -237,23 +239,30 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
     training = getattr(plan.config, role)
     place = plan.placement.roles[role]
+    together = plan.builders[role].keywords.get("rows_together", 1)
+    unit = place.replicas * together
+    if training.minibatch_sequences % together:
+        raise ValueError(
+            f"{role}.minibatch_sequences={training.minibatch_sequences} splits rows that belong "
+            f"together; use a multiple of {together}"
+        )
     if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
-        check_micro_sequences(training.micro_sequences, rows, place.replicas, f"{role}.")
+        check_micro_sequences(training.micro_sequences, rows, unit, f"{role}.")
     if training.micro_tokens and place.base.pipe > 1:
         raise ValueError(
             f"{role}.micro_tokens={training.micro_tokens}: a pipeline of pipe={place.base.pipe} "
             f"passes micro-batches of one shape; use {role}.micro_sequences"
         )
     if training.micro_tokens:
-        check_micro_tokens(training.micro_tokens, tokens, place.replicas, f"{role}.")
+        check_micro_tokens(training.micro_tokens, tokens, unit, f"{role}.")
 
 
 def _check_weights(builder: partial[Any]) -> None:
     """Refuses files that lack a parameter of the role's model; new weights need none."""
     role, settings = role_class(builder), builder.keywords
     if issubclass(role, ModelRole) and not settings.get("random"):
-        check_files(settings["model"], load_config(settings["model"]), role.head)
+        check_files(settings["model"], load_config(settings["model"]), role.files_head())
 
 
 def _check_stops(model: str, rollout: RolloutConfig) -> None:

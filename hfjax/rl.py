@@ -8,7 +8,7 @@ changes neither values nor gradients. Everything is computed in float32.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -210,18 +210,22 @@ def policy_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
     dual_clip: float | None = 3.0,
+    ratio: str = "token",
 ) -> tuple[jax.Array, dict[str, Mean]]:
     """PPO's clipped surrogate a token, to be aggregated, and its metrics.
 
     max(-A r, -A clip(r, 1-ε_low, 1+ε_high)) (arXiv 1707.06347 eq. 7), and where A < 0 at most
-    -A c (dual clip, arXiv 1912.09729 eq. 5; on at c = 3 as in verl, off in most others).
+    -A c (dual clip, arXiv 1912.09729 eq. 5; on at c = 3 as in verl, off in most others). r is the
+    token's ratio to the old policy, or with `ratio` "sequence" the geometric mean of its row's,
+    with the gradient of the token's (GSPO, arXiv 2507.18071 eq. 14).
     Metrics: pg_clipfrac, where the clipped term is the larger; pg_clipfrac_lower, where the dual
     clip acts; ppo_kl, the k1 estimate of KL(old || new); ppo_kl_k3, the same by k3, never negative.
     """
     check_policy_clip(eps_low, eps_high, dual_clip)
     log_ratio_BT = _under(mask_BT, logp_BT) - _under(mask_BT, old_logp_BT)
     advantages_BT = _under(mask_BT, advantages_BT)
-    ratio_BT = jnp.exp(jnp.clip(log_ratio_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    used_BT = log_ratio_BT if ratio == "token" else _sequence_log_ratio(log_ratio_BT, mask_BT)
+    ratio_BT = jnp.exp(jnp.clip(used_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     plain_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * jnp.clip(ratio_BT, 1.0 - eps_low, 1.0 + eps_high)
     loss_BT = jnp.maximum(plain_BT, clipped_BT)
@@ -234,6 +238,13 @@ def policy_loss(
         "ppo_kl_k3": Mean.of(kl_k3(-log_ratio_BT, jnp.zeros_like(log_ratio_BT)), mask_BT),
     }
     return jnp.where(bounded_BT, bound_BT, loss_BT), metrics
+
+
+def _sequence_log_ratio(log_ratio_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
+    """The mean over a row's tokens as the value, each token's own gradient."""
+    mean_B = jax.vmap(masked_mean)(log_ratio_BT, jnp.asarray(mask_BT))
+    own_BT = log_ratio_BT - jax.lax.stop_gradient(log_ratio_BT)
+    return over_tokens(jax.lax.stop_gradient(mean_B), mask_BT) + own_BT
 
 
 def value_loss(
@@ -268,16 +279,14 @@ def entropy(logits: jax.Array) -> jax.Array:
     return -(jnp.exp(logp) * logp).sum(-1)
 
 
-# Those that need no constant from the settings.
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"]
-
-AGGREGATIONS = (
+Aggregation = Literal[
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
-)
+]
+AGGREGATIONS = get_args(Aggregation)
 
 
 def check_aggregation(mode: str, length: float | None) -> None:
@@ -322,6 +331,35 @@ def aggregate(
     return (sums_B / counts_B if mode == "seq-mean-token-mean" else sums_B).sum() / divisor
 
 
+def pair_loss(margin_N: jax.Array, smoothing: float = 0.0) -> jax.Array:
+    """-(1 - s) log sigmoid(margin) - s log sigmoid(-margin) a pair (Bradley-Terry; s > 0: cDPO)."""
+    log_sigmoid = jax.nn.log_sigmoid
+    return -(1.0 - smoothing) * log_sigmoid(margin_N) - smoothing * log_sigmoid(-margin_N)
+
+
+def paired(x_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows 2i and the rows 2i + 1: chosen and rejected answers of pair i."""
+    x_N2 = jnp.asarray(x_B).reshape(-1, 2)
+    return x_N2[:, 0], x_N2[:, 1]
+
+
+def mean_over_pairs(loss_N: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> jax.Array:
+    """A micro-batch's share of the mean over the mini-batch's pairs; fillers count nothing."""
+    pairs = jnp.asarray(denominators.sequences).astype(jnp.float32) / 2.0
+    return _under(_real_pairs(mask_BT), loss_N).sum() / jnp.maximum(pairs, 1.0)
+
+
+def pair_metrics(margin_N: jax.Array, mask_BT: jax.Array) -> dict[str, Mean]:
+    """The share of pairs whose chosen answer leads, and by how much."""
+    real_N = _real_pairs(mask_BT)
+    return {"accuracy": Mean.of(margin_N > 0, real_N), "margin": Mean.of(margin_N, real_N)}
+
+
+def _real_pairs(mask_BT: jax.Array) -> jax.Array:
+    chosen_N, rejected_N = paired(jnp.asarray(mask_BT).any(-1))
+    return chosen_N & rejected_N
+
+
 def loss_metric(loss: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> Mean:
     """An aggregated loss as a metric: micro-batches add up, mini-batches are averaged.
 
@@ -330,6 +368,47 @@ def loss_metric(loss: jax.Array, mask_BT: jax.Array, denominators: Denominators)
     tokens_here = jnp.asarray(mask_BT).sum(dtype=jnp.float32)
     whole = jnp.asarray(denominators.tokens).astype(jnp.float32)
     return Mean(loss, tokens_here / jnp.maximum(whole, 1.0))
+
+
+@jax.jit
+def returns_to_go(rewards_BT: jax.Array, mask_BT: jax.Array, gamma: float = 1.0) -> jax.Array:
+    """G_t = r_t + gamma G_next over a row's True tokens; 0 where masked."""
+    return gae(rewards_BT, jnp.zeros_like(rewards_BT), mask_BT, gamma, 1.0)[1]
+
+
+def rloo_advantages(
+    score_B: np.ndarray, group_B: np.ndarray, *, valid_B: np.ndarray | None = None
+) -> np.ndarray:
+    """R less the mean of the other responses to its prompt (RLOO, arXiv 2402.14740 eq. 6).
+
+    Rows that are not valid enter no mean and get 0, as does a row without valid others.
+    """
+    keep_B = np.ones(len(score_B), bool) if valid_B is None else np.asarray(valid_B)
+    x = np.where(keep_B, np.asarray(score_B, np.float64), 0.0)
+    _, row_group = np.unique(group_B, return_inverse=True)
+    n = np.bincount(row_group, keep_B)[row_group]
+    total = np.bincount(row_group, x)[row_group]
+    others = np.maximum(n - 1, 1)
+    return np.where(keep_B & (n > 1), x - (total - x) / others, 0.0).astype(np.float32)
+
+
+def check_overlong(start: int, buffer: int, factor: float) -> None:
+    """Refuse a length penalty of which one part is missing; for settings at the start."""
+    both_or_neither = (start > 0) == (buffer > 0) and min(start, buffer) >= 0
+    if not both_or_neither or not 0.0 < factor < math.inf:
+        raise ValueError(
+            f"overlong_from={start}, overlong_buffer={buffer}, overlong_factor={factor}: two "
+            "counts of tokens (both 0: no penalty) and a finite number above 0"
+        )
+
+
+def overlong_penalty(tokens_B: np.ndarray, start: int, buffer: int, factor: float) -> np.ndarray:
+    """min(0, -(tokens - start) / buffer x factor): DAPO's length term (arXiv 2503.14476 eq. 13).
+
+    Not bounded below, as in verl; the paper's stops at -factor, where generation does.
+    """
+    over_B = (np.asarray(tokens_B, np.float32) - start) / buffer
+    return np.minimum(-over_B * np.float32(factor), np.float32(0))
 
 
 def grpo_advantages(

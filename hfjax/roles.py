@@ -82,6 +82,7 @@ class ModelRole:
     """One model on the devices of its pool: configuration, mesh, layout and weights."""
 
     head: Head = "lm"
+    may_lack_head = False  # a policy's files will do: the new head is zero
     dtype_of_weights: str | None = None  # None: that of computation
     with_entropy = False  # of the policy's forward pass
 
@@ -126,8 +127,13 @@ class ModelRole:
             key = jax.random.key(seed)
             self.params = init_params(self.config, self.head, key, placed, dtype)
         elif loads:
-            self.params = load_params(model, self.config, self.head, placed, dtype)
+            self.params = load_params(model, self.config, self.files_head(), placed, dtype)
         self.rest()
+
+    @classmethod
+    def files_head(cls) -> Head:
+        """What the weights' files are asked for: of 'value' the head is made where it is not."""
+        return "value" if cls.may_lack_head else cls.head
 
     def placed(self) -> Any:
         """The shardings that weights are loaded into."""
@@ -164,16 +170,18 @@ class TrainedRole(ModelRole):
         columns: tuple[str, ...],
         training: TrainingConfig,
         loss_entropy: bool = False,
+        rows_together: int = 1,
         checkpoint: str = "",
         **model: Any,
     ) -> None:
         """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole.
 
+        So many neighbouring rows are always in one micro-batch, on one replica: a pair's two.
         The training state is a new one, or that saved under `checkpoint`, on whatever mesh.
         """
         dtype = training.compute_dtype
         super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
-        self.role, self.training = context.role, training
+        self.role, self.training, self.rows_together = context.role, training, rows_together
         self.columns = ("input_ids", "length", "response_mask", *columns)
         self.trainer = Trainer(
             self.config,
@@ -224,6 +232,7 @@ class TrainedRole(ModelRole):
                     micro_sequences=self.training.micro_sequences,
                     micro_tokens=self.training.micro_tokens,
                     bucket=WIDTH_BUCKET,
+                    group=self.rows_together,
                 )
                 state, metrics = self.trainer.update(self.held.state(), micros)
                 self.held.take(state)
@@ -251,6 +260,25 @@ class Critic(TrainedRole):
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_critic(self, shard: Shard) -> Answer:
         """Updates the value function."""
+        return self.update(shard)
+
+
+class RewardModel(TrainedRole):
+    """A score model that is trained: one number a sequence, read at its last token."""
+
+    head: Head = "score"
+    may_lack_head = True
+
+    @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("score",))
+    def compute_reward(self, shard: Shard) -> Answer:
+        """score (B,) of prompt and response together."""
+        names = ("input_ids", "length")
+        (score,) = self.forward(shard, names, self.scorer.scores)
+        return Answer({"score": score}, shard.rows)
+
+    @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
+    def update_reward(self, shard: Shard) -> Answer:
+        """Updates the scores."""
         return self.update(shard)
 
 

@@ -16,7 +16,12 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Split = Literal["train", "eval"]
-EMBEDDED = {"sums": arithmetic.rows, "sums-sft": arithmetic.demonstrations}  # in place of a file
+EMBEDDED = {  # in place of a file
+    "sums": arithmetic.rows,
+    "sums-sft": arithmetic.demonstrations,
+    "sums-pairs": arithmetic.preferences,
+    "sums-pairs-random": arithmetic.random_preferences,
+}
 SHOWN = 20  # row numbers in one message
 
 

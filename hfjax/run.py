@@ -22,6 +22,7 @@ from hfjax.batch import Batch
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import RECEIVE, SEND, start
+from hfjax.items import PROMPTS
 from hfjax.metrics import (
     Mean,
     Metric,
@@ -80,8 +81,8 @@ def default_config(
     config = cls()
     given = read_toml(file) if file else {}
     if model == "embedded":
-        name = "recipe.toml" if hasattr(config, "rollout") else "recipe_sft.toml"
-        recipe = resolve_model(model) / name
+        kind = getattr(algorithm, "DATA", PROMPTS)
+        recipe = resolve_model(model) / f"recipe_{kind.name}.toml"
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
         own = {*own, *flat(given)}
@@ -190,7 +191,7 @@ class Run:
         record |= batch_metrics(
             columns,
             max_prompt_length=self.config.data.max_prompt_tokens,
-            replicas=self.plan.placement.roles["actor"].replicas,
+            replicas=self.plan.placement.roles[self.plan.main].replicas,
         )
         record |= timing_metrics(seconds, *tokens, devices=self.plan.placement.devices)
         record["training/epoch"] = self.plan.source.epoch
@@ -237,6 +238,10 @@ class Run:
 
     def _evaluated(self, batch: Batch, count: int) -> dict[str, Metric]:
         """Means over the first `count` rows, not divided yet."""
+        if evaluate := getattr(self.algorithm, "evaluate", None):
+            found: Mapping[str, Any] = evaluate(self.models, batch, self.config.algorithm)
+            real = {name: x[: len(x) * count // len(batch)] for name, x in found.items()}
+            return {name: Mean(float(np.sum(x)), float(len(x))) for name, x in real.items()}
         if self.plan.rollout is None:
             batch |= self.models.actor.compute_log_prob(batch)
             mask = batch["response_mask"][:count]

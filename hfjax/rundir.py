@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from hfjax.algorithm import config_class, load_algorithm
+from hfjax.algorithm import config_class, load_algorithm, main_role
 from hfjax.config import flat, from_dict, read_toml, to_toml
 from hfjax.engine.checkpoint import CheckpointStore, check_role, restore_role
 from hfjax.metrics import cut_to_step
@@ -110,7 +110,7 @@ def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
 
 
 def export_run(run: str | Path, directory: str | Path) -> None:
-    """Writes the actor of a run's newest checkpoint as a Hugging Face directory."""
+    """Writes the actor, or what was trained, of the newest checkpoint as a Hugging Face directory."""
     run = Path(run)
     if not (run / "run.json").is_file():
         raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
@@ -124,12 +124,14 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     step = store.latest()
     if step is None:
         raise ValueError(f"RUN={run} has no whole checkpoint to export")
-    model, head = about["model"], role_class(algorithm.roles(config.algorithm)["actor"]).head
+    roles = algorithm.roles(config.algorithm)
+    role = main_role(roles)
+    model, head = about["model"], role_class(roles[role]).head
     shapes, _ = abstract_params(load_config(model), head)
     here = SingleDeviceSharding(jax.devices("cpu")[0])  # host memory, whatever holds the run
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    saved = restore_role(store.path(step) / "actor", {"params": wanted}, whole=False)
+    saved = restore_role(store.path(step) / role, {"params": wanted}, whole=False)
     save_hf(saved["params"], load_config(model), head, model, directory)
     if model.endswith(".gguf"):
         load_tokenizer(model).save(directory)
-    print(f"wrote the actor of step {step} to {directory}")
+    print(f"wrote the {role} of step {step} to {directory}")

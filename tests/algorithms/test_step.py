@@ -8,12 +8,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from algorithms import grpo, ppo, sft
+from algorithms import grpo, ppo, reinforce_pp, remax, rloo, sft
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 
 
-@pytest.mark.parametrize("algorithm", [ppo, grpo, sft])
+@pytest.mark.parametrize("algorithm", [ppo, grpo, remax, rloo, reinforce_pp, sft])
 def test_a_step_has_at_most_twelve_lines(algorithm: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(algorithm.step)).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -61,3 +61,60 @@ def test_the_group_is_the_baseline() -> None:
 def test_kl_inside_the_reward_is_refused_where_scores_are_compared_by_group() -> None:
     with pytest.raises(ValueError, match=r"kl\.where=reward.*loss or none"):
         grpo.Settings(kl=KLConfig(where="reward"))
+
+
+def test_remax_takes_the_greedy_score_from_what_is_to_come() -> None:
+    """Row 1's greedy reward failed: it has no baseline, and is not trained."""
+    cfg = remax.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
+    greedy = Batch(
+        score=np.array([0.25, 9.0], np.float32),
+        response_mask=np.array([[0, 1, 0], [0, 0, 0]], bool),
+    )
+    columns = remax.compute_advantage(_batch(), greedy, cfg)
+    expected = [[0, 0.90 - 0.25, 0.95 - 0.25, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose(columns["advantages"], expected, atol=1e-6)
+    assert columns["response_mask"].any(-1).tolist() == [True, False]
+
+
+def test_rloo_compares_a_response_with_the_others() -> None:
+    """Rewards with their KL are 0.90 and 2.85."""
+    cfg = rloo.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
+    columns = rloo.compute_advantage(_batch(), cfg)
+    expected = [[0, -1.95, -1.95, 0], [0, 1.95, 1.95, 1.95]]
+    np.testing.assert_allclose(columns["advantages"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("baseline", ["none", "group"])
+def test_reinforce_pp_whitens_returns_over_the_batch(baseline: str) -> None:
+    cfg = reinforce_pp.Settings(kl=KLConfig(where="none"), baseline=baseline)
+    columns = reinforce_pp.compute_advantage(_batch(), cfg)
+    score_B = np.array([1.0, 3.0]) if baseline == "none" else np.array([-1.0, 1.0])
+    tokens = np.repeat(score_B, [2, 3])
+    white = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    found = columns["advantages"][_batch()["response_mask"]]
+    np.testing.assert_allclose(found, white, rtol=1e-5)
+
+
+def test_a_response_that_runs_long_loses_reward() -> None:
+    """DAPO: 2 tokens are free, 4 cost 1; rows of 2 and 3 tokens lose 0 and 0.5."""
+    lengths = {"prompt_length": np.array([1, 1]), "length": np.array([3, 4])}
+    batch = _batch() | lengths
+    plain, shaped = (
+        grpo.compute_advantage(batch, grpo.Settings(normalize="none", **more))["advantages"]
+        for more in ({}, {"overlong_from": 2, "overlong_buffer": 2})
+    )
+    assert plain[:, 1].tolist() == [-1.0, 1.0]
+    assert shaped[:, 1].tolist() == [-0.75, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"overlong_from": 5}, "overlong_from=5, overlong_buffer=0"),
+        ({"aggregation_length": 8}, "aggregation_length=8: only aggregation 'seq-mean"),
+        ({"aggregation": "seq-mean-token-sum-norm"}, "divides by a constant length"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grpo.Settings(**settings)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REINFORCE++: returns whitened over the whole batch, no critic (arXiv 2501.03262)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from hfjax import rl
+from hfjax.batch import Batch
+from hfjax.config import KLConfig
+from hfjax.metrics import stage
+from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.roles import Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(PolicySettings):
+    """REINFORCE++'s constants."""
+
+    baseline: Literal["none", "group"] = "none"  # group: scores less their prompt's mean first
+    gamma: float = 1.0  # discount a token
+    kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"algorithm.gamma={self.gamma}: must lie in [0, 1]")
+
+
+def check(config: Any) -> None:
+    """Refuses settings of a whole run that do not fit together."""
+    if config.algorithm.baseline == "group" and config.rollout.n < 2:
+        raise ValueError(
+            f"rollout.n={config.rollout.n}: algorithm.baseline=group compares the responses of one "
+            "prompt; use 2 or more, as 4"
+        )
+
+
+def roles(cfg: Settings) -> dict[str, Any]:
+    """Role classes with their losses and the columns those read."""
+    return {"actor": actor(cfg), "reward": partial(Reward)} | reference(cfg)
+
+
+def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
+    """Generation, preparation, training."""
+    batch = prompts | m.actor.generate_sequences(prompts)
+    batch |= m.actor.compute_log_prob(batch)
+    if cfg.kl.where != "none":
+        batch |= m.reference.compute_ref_log_prob(batch)
+    batch |= m.reward.compute_reward(batch)
+    batch |= compute_advantage(batch, cfg)
+    return batch, m.actor.update_actor(batch)
+
+
+@stage("adv")
+def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
+    """What is still to come of a token's rewards, whitened over all tokens of the batch."""
+    columns = {name: batch[name] for name in reward_columns(cfg.kl)}
+    if cfg.baseline == "group":
+        valid_B = columns["response_mask"].any(-1)
+        score_B, _ = rl.grpo_advantages(
+            columns["score"], batch["uid"], normalize="none", valid_B=valid_B
+        )
+        columns |= {"score": np.asarray(score_B)}
+    return Batch(_advantage(columns, cfg=cfg))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Array]:
+    mask_BT, rewards = columns["response_mask"], token_rewards(columns, cfg.kl)
+    returns_BT = rl.returns_to_go(rewards["token_level_rewards"], mask_BT, cfg.gamma)
+    advantages_BT = rl.masked_whiten(returns_BT, mask_BT)
+    return rewards | {"advantages": advantages_BT, "returns": returns_BT}

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ReMax: no critic, the score of the greedy response is the baseline (arXiv 2310.10505)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+
+from hfjax import rl
+from hfjax.batch import Batch
+from hfjax.config import KLConfig
+from hfjax.metrics import stage
+from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.roles import Reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(PolicySettings):
+    """ReMax's constants: PPO's clipped loss, as in verl."""
+
+    kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
+
+
+def check(config: Any) -> None:
+    """Refuses settings of a whole run that ReMax cannot work with."""
+    if config.rollout.n > 1:
+        raise ValueError(
+            f"rollout.n={config.rollout.n}: ReMax compares one response with the greedy one; use 1"
+        )
+
+
+def roles(cfg: Settings) -> dict[str, Any]:
+    """Role classes with their losses and the columns those read."""
+    return {"actor": actor(cfg), "reward": partial(Reward)} | reference(cfg)
+
+
+def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
+    """Two generations, preparation, training."""
+    batch = prompts | m.actor.generate_sequences(prompts)
+    greedy = prompts | m.actor.generate_sequences(prompts, greedy=True)
+    batch |= m.actor.compute_log_prob(batch)
+    if cfg.kl.where != "none":
+        batch |= m.reference.compute_ref_log_prob(batch)
+    batch |= m.reward.compute_reward(batch)
+    greedy |= m.reward.compute_reward(greedy)
+    batch |= compute_advantage(batch, greedy, cfg)
+    return batch, m.actor.update_actor(batch)
+
+
+@stage("adv")
+def compute_advantage(batch: Batch, greedy: Batch, cfg: Settings) -> Batch:
+    """What is still to come of a token's rewards, less the greedy response's score.
+
+    Rows without that score, because its reward failed, are left out.
+    """
+    scored_B = greedy["response_mask"].any(-1)
+    columns = {name: batch[name] for name in reward_columns(cfg.kl)}
+    columns |= {"response_mask": columns["response_mask"] & scored_B[:, None]}
+    more = _advantage(columns | {"baseline": greedy["score"]}, cfg=cfg)
+    return Batch(more, response_mask=columns["response_mask"])
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Array]:
+    mask_BT, rewards = columns["response_mask"], token_rewards(columns, cfg.kl)
+    returns_BT = rl.returns_to_go(rewards["token_level_rewards"], mask_BT)
+    advantages_BT = returns_BT - rl.over_tokens(columns["baseline"], mask_BT)
+    return rewards | {"advantages": advantages_BT, "returns": returns_BT}

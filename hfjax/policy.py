@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The clipped policy loss as an actor has it: settings that algorithms share, role and columns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+
+from hfjax import rl
+from hfjax.actor import Actor
+from hfjax.config import KLConfig
+from hfjax.engine.train import Outputs
+from hfjax.metrics import Mean
+from hfjax.roles import Reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Constants of the policy's loss; defaults are verl's."""
+
+    clip_low: float = 0.2  # the ratio stays above 1 - clip_low
+    clip_high: float = 0.2  # and below 1 + clip_high
+    dual_clip: float = 3.0  # bounds the loss of negative advantages; 0: it does not
+    ratio: Literal["token", "sequence"] = "token"  # to the old policy: a token's, or GSPO's
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
+    aggregation_length: int = 0  # tokens that seq-mean-token-sum-norm divides by
+    kl: KLConfig = KLConfig()  # from the reference
+
+    def __post_init__(self) -> None:
+        rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip or None)
+        if not abs(self.entropy_coef) < float("inf"):
+            raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
+        rl.check_aggregation(self.aggregation, self.aggregation_length)
+        if self.aggregation_length and self.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(
+                f"algorithm.aggregation_length={self.aggregation_length}: only aggregation "
+                f"'seq-mean-token-sum-norm' reads it, not {self.aggregation!r}; leave it 0"
+            )
+
+
+def actor(cfg: PolicySettings, *columns: str) -> Any:
+    """The policy under this loss; `columns` are read beside old log-probs and advantages."""
+    kl_columns = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
+    return partial(
+        Actor,
+        loss=partial(policy_loss, cfg=cfg),
+        columns=("old_log_probs", "advantages", *kl_columns, *columns),
+        loss_entropy=cfg.entropy_coef != 0,
+    )
+
+
+def reference(cfg: PolicySettings) -> dict[str, Any]:
+    """The reference role, where the divergence from it is asked for."""
+    return {} if cfg.kl.where == "none" else {"reference": partial(Reference)}
+
+
+def policy_loss(
+    outputs: Outputs,
+    batch: Mapping[str, jax.Array],
+    total: rl.Denominators,
+    *,
+    cfg: PolicySettings,
+) -> tuple[jax.Array, Mapping[str, Mean]]:
+    """Clipped surrogate, less the entropy bonus, plus the KL term where it is part of the loss."""
+    mask_BT, logp_BT = batch["response_mask"], outputs.log_probs_BT
+    loss_BT, metrics = rl.policy_loss(
+        logp_BT,
+        batch["old_log_probs"],
+        batch["advantages"],
+        mask_BT,
+        eps_low=cfg.clip_low,
+        eps_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip or None,
+        ratio=cfg.ratio,
+    )
+    aggregate = partial(
+        rl.aggregate,
+        mask_BT=mask_BT,
+        denominators=total,
+        mode=cfg.aggregation,
+        length=cfg.aggregation_length or None,
+    )
+    loss = aggregate(loss_BT)
+    metrics["pg_loss"] = rl.loss_metric(loss, mask_BT, total)
+    if cfg.entropy_coef:
+        entropy = aggregate(outputs.entropy_BT)
+        metrics["entropy_loss"] = rl.loss_metric(entropy, mask_BT, total)
+        loss -= cfg.entropy_coef * entropy
+    if cfg.kl.where == "loss":
+        kl_BT = rl.kl_penalty(cfg.kl.estimator, logp_BT, batch["ref_log_prob"], mask_BT)
+        kl_loss = aggregate(kl_BT)
+        metrics["kl_loss"] = rl.loss_metric(kl_loss, mask_BT, total)
+        loss += cfg.kl.coef * kl_loss
+    return loss, metrics
+
+
+def token_rewards(columns: Mapping[str, Any], kl: KLConfig) -> dict[str, jax.Array]:
+    """Scores on last tokens, and what the policy is rewarded with: less the KL if it is there."""
+    mask_BT = columns["response_mask"]
+    scores_BT = rewards_BT = rl.token_rewards(columns["score"], mask_BT)
+    if kl.where == "reward":
+        logp_BT, ref_BT = columns["old_log_probs"], columns["ref_log_prob"]
+        kl_BT = rl.kl_penalty(kl.estimator, logp_BT, ref_BT, mask_BT)
+        rewards_BT = rl.kl_in_reward(scores_BT, kl_BT, mask_BT, kl.coef)
+    return {"token_level_scores": scores_BT, "token_level_rewards": rewards_BT}
+
+
+def reward_columns(kl: KLConfig) -> tuple[str, ...]:
+    """What token_rewards reads."""
+    more = ("old_log_probs", "ref_log_prob") if kl.where == "reward" else ()
+    return ("score", "response_mask", *more)
