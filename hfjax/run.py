@@ -239,8 +239,8 @@ class Run:
     def _evaluated(self, batch: Batch, count: int) -> dict[str, Metric]:
         """Means over the first `count` rows, not divided yet."""
         if evaluate := getattr(self.algorithm, "evaluate", None):
-            found: Mapping[str, Any] = evaluate(self.models, batch, self.config.algorithm)
-            real = {name: x[: len(x) * count // len(batch)] for name, x in found.items()}
+            numbers = evaluate(self.models, batch, self.config.algorithm)
+            real = {name: x[: len(x) * count // len(batch)] for name, x in numbers.items()}
             return {name: Mean(float(np.sum(x)), float(len(x))) for name, x in real.items()}
         if self.plan.rollout is None:
             batch |= self.models.actor.compute_log_prob(batch)

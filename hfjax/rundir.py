@@ -110,7 +110,7 @@ def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
 
 
 def export_run(run: str | Path, directory: str | Path) -> None:
-    """Writes the actor, or what was trained, of the newest checkpoint as a Hugging Face directory."""
+    """Writes the actor, or what was trained, of a run as a Hugging Face directory."""
     run = Path(run)
     if not (run / "run.json").is_file():
         raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
