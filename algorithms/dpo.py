@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax import rl
+from hfjax import preferences, rl
 from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.engine.train import Outputs
@@ -65,8 +65,8 @@ def _margins(logp_BT: jax.Array, ref_BT: jax.Array, mask_BT: jax.Array, *, loss:
     ratio_BT = jnp.where(mask_BT, logp_BT, 0.0) - jnp.where(mask_BT, ref_BT, 0.0)
     ratio_B = ratio_BT.sum(-1)
     if loss == "ipo":
-        ratio_B /= jnp.maximum(jnp.asarray(mask_BT).sum(-1), 1)
-    chosen_N, rejected_N = rl.paired(ratio_B)
+        ratio_B /= jnp.maximum(jnp.asarray(mask_BT).sum(-1, dtype=jnp.float32), 1.0)
+    chosen_N, rejected_N = preferences.paired(ratio_B)
     return chosen_N - rejected_N
 
 
@@ -79,6 +79,7 @@ def dpo_loss(
     loss_N = (
         (h_N - 0.5 / cfg.beta) ** 2
         if cfg.loss == "ipo"
-        else rl.pair_loss(cfg.beta * h_N, cfg.label_smoothing)
+        else preferences.pair_loss(cfg.beta * h_N, cfg.label_smoothing)
     )
-    return rl.mean_over_pairs(loss_N, mask_BT, total), rl.pair_metrics(cfg.beta * h_N, mask_BT)
+    metrics = preferences.pair_metrics(cfg.beta * h_N, mask_BT)
+    return preferences.mean_over_pairs(loss_N, mask_BT, total), metrics

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hfjax import rl
+from hfjax import preferences, rl
 from hfjax.batch import Batch
 from hfjax.engine.train import Outputs
 from hfjax.items import PAIRS
@@ -51,7 +51,7 @@ def step(m: Any, pairs: Batch, cfg: Settings) -> tuple[Batch, Any]:
 
 def evaluate(m: Any, pairs: Batch, cfg: Settings) -> dict[str, np.ndarray]:
     """accuracy (N,): whether the chosen answer has the higher score."""
-    chosen_N, rejected_N = rl.paired(m.reward_model.compute_reward(pairs)["score"])
+    chosen_N, rejected_N = preferences.paired(m.reward_model.compute_reward(pairs)["score"])
     return {"accuracy": np.asarray(chosen_N > rejected_N, np.float32)}
 
 
@@ -59,9 +59,10 @@ def preference_loss(
     outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
 ) -> tuple[jax.Array, Mapping[str, Mean]]:
     """-log sigmoid(s_chosen - s_rejected), averaged over the mini-batch's pairs."""
-    chosen_N, rejected_N = rl.paired(outputs.scores_B)
+    chosen_N, rejected_N = preferences.paired(outputs.scores_B)
     margin_N = chosen_N - rejected_N
-    loss_N = rl.pair_loss(margin_N, cfg.label_smoothing)
+    loss_N = preferences.pair_loss(margin_N, cfg.label_smoothing)
     loss_N += cfg.centre * (chosen_N + rejected_N) ** 2
     mask_BT = batch["response_mask"]
-    return rl.mean_over_pairs(loss_N, mask_BT, total), rl.pair_metrics(margin_N, mask_BT)
+    metrics = preferences.pair_metrics(margin_N, mask_BT)
+    return preferences.mean_over_pairs(loss_N, mask_BT, total), metrics

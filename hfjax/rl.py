@@ -331,35 +331,6 @@ def aggregate(
     return (sums_B / counts_B if mode == "seq-mean-token-mean" else sums_B).sum() / divisor
 
 
-def pair_loss(margin_N: jax.Array, smoothing: float = 0.0) -> jax.Array:
-    """-(1 - s) log sigmoid(margin) - s log sigmoid(-margin) a pair (Bradley-Terry; s > 0: cDPO)."""
-    log_sigmoid = jax.nn.log_sigmoid
-    return -(1.0 - smoothing) * log_sigmoid(margin_N) - smoothing * log_sigmoid(-margin_N)
-
-
-def paired(x_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows 2i and the rows 2i + 1: chosen and rejected answers of pair i."""
-    x_N2 = jnp.asarray(x_B).reshape(-1, 2)
-    return x_N2[:, 0], x_N2[:, 1]
-
-
-def mean_over_pairs(loss_N: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> jax.Array:
-    """A micro-batch's share of the mean over the mini-batch's pairs; fillers count nothing."""
-    pairs = jnp.asarray(denominators.sequences).astype(jnp.float32) / 2.0
-    return _under(_real_pairs(mask_BT), loss_N).sum() / jnp.maximum(pairs, 1.0)
-
-
-def pair_metrics(margin_N: jax.Array, mask_BT: jax.Array) -> dict[str, Mean]:
-    """The share of pairs whose chosen answer leads, and by how much."""
-    real_N = _real_pairs(mask_BT)
-    return {"accuracy": Mean.of(margin_N > 0, real_N), "margin": Mean.of(margin_N, real_N)}
-
-
-def _real_pairs(mask_BT: jax.Array) -> jax.Array:
-    chosen_N, rejected_N = paired(jnp.asarray(mask_BT).any(-1))
-    return chosen_N & rejected_N
-
-
 def loss_metric(loss: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> Mean:
     """An aggregated loss as a metric: micro-batches add up, mini-batches are averaged.
 

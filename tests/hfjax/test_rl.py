@@ -418,3 +418,59 @@ def test_equal_scores_that_do_not_sum_exactly_still_give_zero():
         advantages, equal = rl.grpo_advantages(np.full(n, score), np.zeros(n, int))
         assert not advantages.any()
         assert equal == (1, 1)
+
+
+# --- ratios, returns, baselines -------------------------------------------------------------------
+
+
+def test_gspo_has_the_rows_ratio_and_each_tokens_gradient():
+    """arXiv 2507.18071 eq. 7 and 14, in NumPy; one row is clipped, the other is not."""
+    mask_BT = np.array([[1, 1, 0, 1], [0, 1, 1, 0]], bool)
+    logp_BT = np.array([[-1.0, -2.0, np.nan, -0.5], [np.nan, -1.0, -1.5, np.nan]], np.float32)
+    old_BT = np.array([[-1.1, -1.9, np.nan, -0.7], [np.nan, -2.0, -2.5, np.nan]], np.float32)
+    advantages_BT = np.where(mask_BT, np.array([[2.0], [1.0]], np.float32), np.float32(0))
+
+    def loss(logp_BT):
+        options = {"eps_low": 0.1, "eps_high": 0.2, "dual_clip": None, "ratio": "sequence"}
+        loss_BT, _ = rl.policy_loss(logp_BT, old_BT, advantages_BT, mask_BT, **options)
+        return loss_BT.sum(), loss_BT
+
+    grads, loss_BT = jax.grad(loss, has_aux=True)(jnp.asarray(logp_BT))
+    rows = zip(logp_BT, old_BT, mask_BT, strict=True)
+    s = [np.exp(np.mean((logp - old)[mask])) for logp, old, mask in rows]
+    assert 0.9 < s[0] < 1.2 < s[1]
+    wanted = np.array([[-2 * s[0]] * 4, [-1.2] * 4]) * mask_BT
+    np.testing.assert_allclose(loss_BT, wanted, rtol=1e-6)
+    wanted = np.array([[-2 * s[0]] * 4, [0.0] * 4]) * mask_BT
+    np.testing.assert_allclose(grads, wanted, rtol=1e-6)
+
+
+def test_returns_step_over_masked_tokens():
+    rewards_BT = np.array([[1.0, np.nan, 2.0, 4.0]], np.float32)
+    mask_BT = np.array([[1, 0, 1, 1]], bool)
+    wanted = [[1 + 0.5 * (2 + 0.5 * 4), 0, 2 + 0.5 * 4, 4]]
+    np.testing.assert_allclose(rl.returns_to_go(rewards_BT, mask_BT, 0.5), wanted)
+
+
+def test_leave_one_out_is_the_mean_of_the_others():
+    score_B = np.array([1.0, 5.0, 3.0, 7.0, 2.0, 100.0], np.float32)
+    group_B = np.array([0, 1, 0, 0, 1, 1])
+    valid_B = np.array([1, 1, 1, 1, 1, 0], bool)
+    found = rl.rloo_advantages(score_B, group_B, valid_B=valid_B)
+    np.testing.assert_allclose(found, [1 - 5, 5 - 2, 3 - 4, 7 - 2, 2 - 5, 0])
+    alone = rl.rloo_advantages(score_B[:1], group_B[:1])
+    assert alone.tolist() == [0.0]
+
+
+@given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=6), st.floats(-5, 5, width=32))
+def test_a_constant_added_to_a_groups_rewards_changes_no_group_advantage(scores, constant):
+    score_B, group_B = np.array(scores, np.float32), np.zeros(len(scores), int)
+    for advantages in (rl.rloo_advantages, lambda *a: rl.grpo_advantages(*a, normalize="none")[0]):
+        before = advantages(score_B, group_B)
+        after = advantages(score_B + np.float32(constant), group_B)
+        np.testing.assert_allclose(before, after, atol=1e-4)
+
+
+def test_length_costs_from_where_it_is_said():
+    found = rl.overlong_penalty(np.array([3, 10, 12, 14, 16]), start=10, buffer=4, factor=2.0)
+    np.testing.assert_allclose(found, [0, 0, -1, -2, -3])
