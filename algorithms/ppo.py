@@ -13,7 +13,14 @@ from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.engine.train import Outputs
 from hfjax.metrics import Mean, stage
-from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.policy import (
+    PolicySettings,
+    actor,
+    reference,
+    reward_columns,
+    steer_kl,
+    token_rewards,
+)
 from hfjax.roles import Critic, Reward
 
 
@@ -49,17 +56,18 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
-    batch |= compute_advantage(batch, cfg)
+    batch |= compute_advantage(batch, cfg, m.memory)
     critic_metrics = m.critic.update_critic(batch)
     actor_metrics = m.actor.update_actor(batch)
     return batch, critic_metrics | actor_metrics
 
 
 @stage("adv")
-def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
+def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
     """Token rewards, returns and whitened advantages, on the controller."""
-    names = (*reward_columns(cfg.kl), "values")
-    return Batch(_advantage({name: batch[name] for name in names}, cfg=cfg))
+    columns = reward_columns(batch, cfg.kl, memory)
+    more = _advantage(columns | {"values": batch["values"]}, cfg=cfg)
+    return Batch(more, metrics=steer_kl(columns, cfg.kl, memory))
 
 
 @partial(jax.jit, static_argnames="cfg")
@@ -73,12 +81,21 @@ def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Ar
 
 
 def critic_loss(
-    outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
+    outputs: Outputs,
+    batch: Mapping[str, jax.Array],
+    total: rl.Denominators,
+    *,
+    cfg: Any,
+    of: str = "",
 ) -> tuple[jax.Array, Mapping[str, Mean]]:
-    """Half the squared error of clipped values, averaged over tokens."""
-    mask_BT = batch["response_mask"]
+    """Half the squared error of clipped values, averaged over tokens; `of` begins the columns.
+
+    `cfg` is any Settings with value_clip.
+    """
+    mask_BT, old_BT = batch["response_mask"], batch[f"{of}values"]
+    returns_BT = batch[f"{of}returns"]
     loss_BT, metrics = rl.value_loss(
-        outputs.values_BT, batch["values"], batch["returns"], mask_BT, clip=cfg.value_clip
+        outputs.values_BT, old_BT, returns_BT, mask_BT, clip=cfg.value_clip
     )
     loss = rl.aggregate(loss_BT, mask_BT, total)
     return loss, metrics | {"vf_loss": rl.loss_metric(loss, mask_BT, total)}

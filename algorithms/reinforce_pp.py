@@ -13,7 +13,14 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import stage
-from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.policy import (
+    PolicySettings,
+    actor,
+    reference,
+    reward_columns,
+    steer_kl,
+    token_rewards,
+)
 from hfjax.roles import Reward
 
 
@@ -52,21 +59,21 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
-    batch |= compute_advantage(batch, cfg)
+    batch |= compute_advantage(batch, cfg, m.memory)
     return batch, m.actor.update_actor(batch)
 
 
 @stage("adv")
-def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
+def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
     """What is still to come of a token's rewards, whitened over all tokens of the batch."""
-    columns = {name: batch[name] for name in reward_columns(cfg.kl)}
+    columns = reward_columns(batch, cfg.kl, memory)
     if cfg.baseline == "group":
         valid_B = columns["response_mask"].any(-1)
         score_B, _ = rl.grpo_advantages(
             columns["score"], batch["uid"], normalize="none", valid_B=valid_B
         )
         columns |= {"score": np.asarray(score_B)}
-    return Batch(_advantage(columns, cfg=cfg))
+    return Batch(_advantage(columns, cfg=cfg), metrics=steer_kl(columns, cfg.kl, memory))
 
 
 @partial(jax.jit, static_argnames="cfg")

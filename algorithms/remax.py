@@ -12,7 +12,14 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import stage
-from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.policy import (
+    PolicySettings,
+    actor,
+    reference,
+    reward_columns,
+    steer_kl,
+    token_rewards,
+)
 from hfjax.roles import Reward
 
 
@@ -21,14 +28,6 @@ class Settings(PolicySettings):
     """ReMax's constants: PPO's clipped loss, as in verl."""
 
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
-
-
-def check(config: Any) -> None:
-    """Refuses settings of a whole run that ReMax cannot work with."""
-    if config.rollout.n > 1:
-        raise ValueError(
-            f"rollout.n={config.rollout.n}: ReMax compares one response with the greedy one; use 1"
-        )
 
 
 def roles(cfg: Settings) -> dict[str, Any]:
@@ -45,21 +44,22 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
     greedy |= m.reward.compute_reward(greedy)
-    batch |= compute_advantage(batch, greedy, cfg)
+    batch |= compute_advantage(batch, greedy, cfg, m.memory)
     return batch, m.actor.update_actor(batch)
 
 
 @stage("adv")
-def compute_advantage(batch: Batch, greedy: Batch, cfg: Settings) -> Batch:
+def compute_advantage(batch: Batch, greedy: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
     """What is still to come of a token's rewards, less the greedy response's score.
 
     Rows without that score, because its reward failed, are left out.
     """
     scored_B = greedy["response_mask"].any(-1)
-    columns = {name: batch[name] for name in reward_columns(cfg.kl)}
+    columns = reward_columns(batch, cfg.kl, memory)
     columns |= {"response_mask": columns["response_mask"] & scored_B[:, None]}
     more = _advantage(columns | {"baseline": greedy["score"]}, cfg=cfg)
-    return Batch(more, response_mask=columns["response_mask"])
+    metrics = steer_kl(columns, cfg.kl, memory)
+    return Batch(more, response_mask=columns["response_mask"], metrics=metrics)
 
 
 @partial(jax.jit, static_argnames="cfg")

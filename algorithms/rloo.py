@@ -11,7 +11,14 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import stage
-from hfjax.policy import PolicySettings, actor, reference, reward_columns, token_rewards
+from hfjax.policy import (
+    PolicySettings,
+    actor,
+    reference,
+    reward_columns,
+    steer_kl,
+    token_rewards,
+)
 from hfjax.roles import Reward
 
 
@@ -43,15 +50,16 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
-    batch |= compute_advantage(batch, cfg)
+    batch |= compute_advantage(batch, cfg, m.memory)
     return batch, m.actor.update_actor(batch)
 
 
 @stage("adv")
-def compute_advantage(batch: Batch, cfg: Settings) -> Batch:
+def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
     """A response's reward, the KL in it, less the mean of the others'; spread over its tokens."""
-    columns = {name: batch[name] for name in reward_columns(cfg.kl)}
+    columns = reward_columns(batch, cfg.kl, memory)
     mask_BT, rewards = columns["response_mask"], token_rewards(columns, cfg.kl)
     reward_B = np.asarray(rewards["token_level_rewards"]).sum(-1)
     advantage_B = rl.rloo_advantages(reward_B, batch["uid"], valid_B=mask_BT.any(-1))
-    return Batch(rewards, advantages=np.where(mask_BT, advantage_B[:, None], np.float32(0)))
+    advantages_BT = np.where(mask_BT, advantage_B[:, None], np.float32(0))
+    return Batch(rewards, advantages=advantages_BT, metrics=steer_kl(columns, cfg.kl, memory))

@@ -70,6 +70,7 @@ def config_class(algorithm: ModuleType) -> type:
     trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
     kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, TrainingConfig)
     kinds |= {n: SECTIONS[n] for n in ("reward", "rollout") if "reward" in roles}
+    kinds |= {n: SECTIONS[n] for n in ("cost",) if "cost" in roles}
     fields = [(n, kind, dataclasses.field(default=kind())) for n, kind in kinds.items()]
     fields.append(("algorithm", settings, dataclasses.field(default=settings())))
     cls = dataclasses.make_dataclass(

@@ -111,6 +111,13 @@ def sum_reward(
     ]
 
 
+def seven_cost(
+    prompts: Sequence[str], responses: Sequence[str], ground_truths: Sequence[str]
+) -> list[float]:
+    """1 where a 7 is written, as a quarter of the sums must: a constraint that has its price."""
+    return [1.0 if "7" in response else 0.0 for response in responses]
+
+
 def last_number_reward(
     prompts: Sequence[str], responses: Sequence[str], ground_truths: Sequence[str]
 ) -> list[float]:

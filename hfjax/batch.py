@@ -219,6 +219,11 @@ class Batch:
         """Only these columns."""
         return Batch({name: self.column(name) for name in names}, metrics=self.metrics)
 
+    def renamed(self, **names: str) -> "Batch":
+        """Columns under other names, as renamed(values="cost_values"); the rest as they are."""
+        columns = {names.get(name, name): column for name, column in self._columns.items()}
+        return Batch(columns, metrics=self.metrics)
+
     def select(self, rows: Any) -> "Batch":
         """These rows, by number (repeats allowed) or by a bool mask; futures stay futures."""
         wanted = np.asarray(rows)

@@ -98,13 +98,19 @@ class KLConfig:
 
     where: Literal["none", "reward", "loss"] = "none"  # subtracted from rewards or added to loss
     estimator: Literal["k1", "k2", "k3"] = "k3"  # k1 log ratio, k2 half its square, k3 low variance
-    coef: float = 0.001  # its weight
+    coef: float = 0.001  # its weight; with a target, at the start
+    target: float = 0.0  # KL that coef is steered to, of kl.where=reward; 0: coef stays
+    horizon: float = 10_000.0  # sequences over which it is steered
 
     def __post_init__(self) -> None:
         legal = (self.where, self.estimator) != ("loss", "k1")
         rule = "k2 or k3 with kl.where=loss, where k1's gradient is 0 on average"
         _require(legal, "kl.estimator", self.estimator, rule)
         _require(0 <= self.coef < math.inf, "kl.coef", self.coef, "0 or more, and finite")
+        legal = self.target == 0 or (0 < self.target < math.inf and self.where == "reward")
+        rule = "0, or above it with kl.where=reward, whose coefficient is not compiled in"
+        _require(legal, "kl.target", self.target, rule)
+        _require(0 < self.horizon < math.inf, "kl.horizon", self.horizon, "above 0, and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,7 @@ SECTIONS: dict[str, type] = {
     "actor": TrainingConfig,
     "critic": TrainingConfig,
     "reward": RewardConfig,
+    "cost": RewardConfig,
 }
 
 

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped policy loss as an actor has it: settings that algorithms share, role and columns."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from hfjax import rl
 from hfjax.actor import Actor
+from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.engine.train import Outputs
 from hfjax.metrics import Mean
 from hfjax.roles import Reference
+
+KL_COEF = "kl_coef"  # in the algorithm's memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,17 +103,41 @@ def policy_loss(
 
 
 def token_rewards(columns: Mapping[str, Any], kl: KLConfig) -> dict[str, jax.Array]:
-    """Scores on last tokens, and what the policy is rewarded with: less the KL if it is there."""
+    """Scores on last tokens, and what the policy is rewarded with: less the KL if it is there.
+
+    Reads reward_columns, `kl_coef` among them, which is a number.
+    """
     mask_BT = columns["response_mask"]
     scores_BT = rewards_BT = rl.token_rewards(columns["score"], mask_BT)
     if kl.where == "reward":
-        logp_BT, ref_BT = columns["old_log_probs"], columns["ref_log_prob"]
-        kl_BT = rl.kl_penalty(kl.estimator, logp_BT, ref_BT, mask_BT)
-        rewards_BT = rl.kl_in_reward(scores_BT, kl_BT, mask_BT, kl.coef)
+        kl_BT = _kl(columns, kl)
+        rewards_BT = rl.kl_in_reward(scores_BT, kl_BT, mask_BT, columns["kl_coef"])
     return {"token_level_scores": scores_BT, "token_level_rewards": rewards_BT}
 
 
-def reward_columns(kl: KLConfig) -> tuple[str, ...]:
-    """What token_rewards reads."""
+def reward_columns(batch: Batch, kl: KLConfig, memory: Mapping[str, Any]) -> dict[str, Any]:
+    """What token_rewards reads; the KL coefficient is the memory's, where that has one."""
     more = ("old_log_probs", "ref_log_prob") if kl.where == "reward" else ()
-    return ("score", "response_mask", *more)
+    columns = {name: batch[name] for name in ("score", "response_mask", *more)}
+    return columns | {"kl_coef": np.float32(memory.get(KL_COEF, kl.coef))} if more else columns
+
+
+def steer_kl(
+    columns: Mapping[str, Any], kl: KLConfig, memory: MutableMapping[str, Any]
+) -> dict[str, float]:
+    """Metrics of the KL in the reward; with a target, the coefficient of the next step."""
+    if kl.where != "reward":
+        return {}
+    mask_BT, coef = columns["response_mask"], float(columns["kl_coef"])
+    valid_B = np.asarray(mask_BT).any(-1)
+    mean_B = jax.vmap(rl.masked_mean)(_kl(columns, kl), jnp.asarray(mask_BT))
+    found = float(np.asarray(mean_B)[valid_B].mean()) if valid_B.any() else float("nan")
+    if kl.target:
+        options = {"target": kl.target, "horizon": kl.horizon}
+        memory[KL_COEF] = rl.adapted_kl_coef(coef, found, int(valid_B.sum()), **options)
+    return {"actor/reward_kl_penalty": found, "actor/reward_kl_penalty_coeff": coef}
+
+
+def _kl(columns: Mapping[str, Any], kl: KLConfig) -> jax.Array:
+    names = ("old_log_probs", "ref_log_prob", "response_mask")
+    return rl.kl_penalty(kl.estimator, *(columns[name] for name in names))

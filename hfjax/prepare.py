@@ -20,8 +20,9 @@ from hfjax.data import HeldOut, Source, extent, make_sources
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
 from hfjax.models.hf import check_files, load_config, resolve_model
-from hfjax.rewards import FunctionReward
+from hfjax.rewards import FunctionCost, FunctionReward
 from hfjax.roles import (
+    Cost,
     ModelRole,
     Reward,
     TrainedRole,
@@ -97,7 +98,7 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     n = rollout.n if rollout else kind.rows
     model = str(resolve_model(config.model).resolve())
     data = config.data
-    if rollout and config.reward.model:
+    if rollout and not any(each.function for each in _scores(config)):
         data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
     copies = n // kind.rows
     source, held_out = make_sources(data, model, kind=kind, n=copies, seed=config.seed, now=now)
@@ -151,7 +152,7 @@ def _builders(
             more = {"rollout": rollout} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
         elif issubclass(kind, Reward):
-            bound[role] = _reward(builder, config.reward, model)
+            bound[role] = _reward(builder, getattr(config, kind.section), model)
         elif issubclass(kind, ModelRole):
             temperature = rollout.temperature if rollout else 1.0
             dtype = getattr(config, main_role(roles)).compute_dtype
@@ -179,11 +180,24 @@ def _training(role: str, training: Any, rows: int, steps: int) -> Any:
 
 def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
     """The score model on devices, or the function beside the controller."""
+    kind = role_class(builder)
+    section = kind.section
     if reward.model:
         return partial(builder, model=str(resolve_model(reward.model)))
     if not reward.function:
-        raise ValueError("reward: set reward.function=module:function or reward.model=DIR")
+        raise ValueError(
+            f"{section}: set {section}.function=module:function or {section}.model=DIR"
+        )
+    if issubclass(kind, Cost):
+        if reward.eval_function:
+            raise ValueError("cost.eval_function: evaluations read no costs; leave it out")
+        return partial(FunctionCost, model=model, reward=reward)
     return partial(FunctionReward, model=model, reward=reward)
+
+
+def _scores(config: Any) -> list[Any]:
+    """The sections that say where scores come from."""
+    return [getattr(config, name) for name in ("reward", "cost") if hasattr(config, name)]
 
 
 def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:

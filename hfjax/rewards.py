@@ -286,6 +286,9 @@ class RewardPool:
         return min(rows * self.deadline_s, self.deadline_s + 3.0 * rows * self._row_s)
 
 
+READS = ("input_ids", "prompt_length", "length", "response_mask", "prompt", "ground_truth")
+
+
 class FunctionReward:
     """A Python function of texts, run in worker processes beside the controller."""
 
@@ -299,14 +302,7 @@ class FunctionReward:
 
     @method(
         ONE_TO_ALL,
-        reads=(
-            "input_ids",
-            "prompt_length",
-            "length",
-            "response_mask",
-            "prompt",
-            "ground_truth",
-        ),
+        reads=READS,
         writes=("score", "response", "response_mask"),
     )
     def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
@@ -327,6 +323,18 @@ class FunctionReward:
         """Ends the worker processes."""
         self.pool.close()
         self.eval_pool.close()
+
+
+class FunctionCost(FunctionReward):
+    """A Python function of texts that says what a response costs."""
+
+    @method(ONE_TO_ALL, reads=READS, writes=("cost", "response_mask"))
+    def compute_cost(self, shard: Shard) -> Answer:
+        """cost (B,); rows that failed are masked out."""
+        answer = self.compute_reward(shard)
+        found = answer.columns
+        columns = {"cost": found["score"], "response_mask": found["response_mask"]}
+        return Answer(columns, answer.rows, {"cost/failed": answer.metrics["reward/failed"]})
 
 
 def _pool(reward: RewardConfig, setting: str) -> RewardPool:

@@ -6,7 +6,6 @@ trained response tokens, with holes and empty rows allowed. What stands under Fa
 changes neither values nor gradients. Everything is computed in float32.
 """
 
-import dataclasses
 import math
 from typing import Literal, NamedTuple, get_args
 
@@ -144,47 +143,18 @@ def kl_in_reward(
     return _under(mask_BT, scores_BT) - coef * _under(mask_BT, kl_BT)
 
 
-@dataclasses.dataclass(frozen=True)
-class FixedKL:
-    """A KL coefficient that stays as set."""
+def adapted_kl_coef(
+    coef: float, kl: float, sequences: int, *, target: float, horizon: float
+) -> float:
+    """The KL coefficient after `sequences` sequences, steered to a target (arXiv 1909.08593 §2.2).
 
-    coef: float = 0.001
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.coef < math.inf:
-            raise ValueError(f"KL coefficient {self.coef} is not a finite number >= 0; use 0.001")
-
-    def update(self, kl: float, sequences: int) -> "FixedKL":
-        """The controller for the next step."""
-        return self
-
-
-@dataclasses.dataclass(frozen=True)
-class AdaptiveKL(FixedKL):
-    """A KL coefficient steered towards a target KL (arXiv 1909.08593 §2.2).
-
-    β ← β (1 + e n / horizon), e = clip(KL / target - 1, ±0.2), n sequences; KL is the mean over
-    sequences of each one's mean over tokens. A KL that is NaN leaves β as it is.
+    β ← β (1 + e n / horizon), e = clip(KL / target - 1, ±0.2); KL is the mean over sequences of
+    each one's mean over tokens. A KL that is NaN leaves β as it is.
     """
-
-    target: float = 0.1
-    horizon: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("target", "horizon"):
-            value = getattr(self, name)
-            if not 0.0 < value < math.inf:
-                raise ValueError(
-                    f"adaptive KL: {name}={value} must be finite and > 0; use 0.1 and 10000"
-                )
-
-    def update(self, kl: float, sequences: int) -> "AdaptiveKL":
-        """The controller for the next step, after `sequences` sequences with mean KL `kl`."""
-        if math.isnan(kl):
-            return self
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        return dataclasses.replace(self, coef=self.coef * (1.0 + error * sequences / self.horizon))
+    if math.isnan(kl):
+        return coef
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * sequences / horizon)
 
 
 def check_policy_clip(eps_low: float, eps_high: float, dual_clip: float | None) -> None:

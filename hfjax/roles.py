@@ -296,6 +296,7 @@ class Reward(ModelRole):
     """A score model: one number a sequence, read at its last token."""
 
     head: Head = "score"
+    section = "reward"  # its settings
 
     @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("score",))
     def compute_reward(self, shard: Shard, *, evaluates: bool = False) -> Answer:
@@ -303,6 +304,18 @@ class Reward(ModelRole):
         names = ("input_ids", "length")
         (score,) = self.forward(shard, names, self.scorer.scores)
         return Answer({"score": score}, shard.rows)
+
+
+class Cost(Reward):
+    """A score model of harm: what a constraint holds down (arXiv 2310.12773)."""
+
+    section = "cost"
+
+    @method(THREE_D_PROTO, reads=("input_ids", "length"), writes=("cost",))
+    def compute_cost(self, shard: Shard) -> Answer:
+        """cost (B,) of prompt and response together."""
+        answer = self.compute_reward(shard)
+        return Answer({"cost": answer.columns["score"]}, answer.rows)
 
 
 def masked(x_BT: np.ndarray, shard: Shard) -> np.ndarray:

@@ -123,6 +123,8 @@ class Run:
             group=plan.n,
             log_to_driver=False,
         )
+        if self.done:
+            self.models.memory |= self.store.load_meta(self.done)["memory"]
         try:  # nothing is written before
             self.store.make_root()
             open_directory(self.out, self.done, config, plan.placement, about)
@@ -269,8 +271,10 @@ class Run:
         return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
 
     def commit(self, step: int) -> None:
-        """Completes the checkpoint by the data cursor and the step."""
-        self.store.commit(step, {"step": step, "data": self.plan.source.state_dict()})
+        """Completes the checkpoint by the data cursor, the step and the algorithm's memory."""
+        memory = dict(self.models.memory)
+        meta = {"step": step, "data": self.plan.source.state_dict(), "memory": memory}
+        self.store.commit(step, meta)
 
     def _builders(self) -> dict[str, partial[Any]]:
         """The plan's builders; those of trained roles take up the checkpoint's state."""

@@ -237,6 +237,7 @@ class Models:
         self.handles: dict[str, RoleHandle] = {}
         self.calls = Calls(runtime, deadline_s, self.shutdown)
         self.step = 0  # the caller counts; calls, errors and records carry it
+        self.memory: dict[str, Any] = {}  # what an algorithm keeps between steps, as JSON has it
 
     def __getattr__(self, name: str) -> RoleHandle:
         handles = self.__dict__.get("handles", {})

@@ -8,12 +8,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from algorithms import grpo, ppo, reinforce_pp, remax, rloo, sft
+from algorithms import dpo, grpo, ppo, reinforce_pp, remax, reward_model, rloo, safe_rlhf, sft
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 
 
-@pytest.mark.parametrize("algorithm", [ppo, grpo, remax, rloo, reinforce_pp, sft])
+@pytest.mark.parametrize(
+    "algorithm", [ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf, dpo, reward_model, sft]
+)
 def test_a_step_has_at_most_twelve_lines(algorithm: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(algorithm.step)).body[0]
     assert isinstance(tree, ast.FunctionDef)
@@ -35,7 +37,7 @@ def _batch() -> Batch:
 
 def test_kl_is_taken_from_the_reward_and_the_score_lands_on_the_last_token() -> None:
     cfg = ppo.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
-    columns = ppo.compute_advantage(_batch(), cfg)
+    columns = ppo.compute_advantage(_batch(), cfg, {})
     # k1 = -1 - -1.5 = 0.5 a token, times 0.1
     expected = [[0, -0.05, 0.95, 0], [0, -0.05, -0.05, 2.95]]
     np.testing.assert_allclose(columns["token_level_rewards"], expected, atol=1e-6)
@@ -70,7 +72,7 @@ def test_remax_takes_the_greedy_score_from_what_is_to_come() -> None:
         score=np.array([0.25, 9.0], np.float32),
         response_mask=np.array([[0, 1, 0], [0, 0, 0]], bool),
     )
-    columns = remax.compute_advantage(_batch(), greedy, cfg)
+    columns = remax.compute_advantage(_batch(), greedy, cfg, {})
     expected = [[0, 0.90 - 0.25, 0.95 - 0.25, 0], [0, 0, 0, 0]]
     np.testing.assert_allclose(columns["advantages"], expected, atol=1e-6)
     assert columns["response_mask"].any(-1).tolist() == [True, False]
@@ -79,7 +81,7 @@ def test_remax_takes_the_greedy_score_from_what_is_to_come() -> None:
 def test_rloo_compares_a_response_with_the_others() -> None:
     """Rewards with their KL are 0.90 and 2.85."""
     cfg = rloo.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
-    columns = rloo.compute_advantage(_batch(), cfg)
+    columns = rloo.compute_advantage(_batch(), cfg, {})
     expected = [[0, -1.95, -1.95, 0], [0, 1.95, 1.95, 1.95]]
     np.testing.assert_allclose(columns["advantages"], expected, atol=1e-6)
 
@@ -87,7 +89,7 @@ def test_rloo_compares_a_response_with_the_others() -> None:
 @pytest.mark.parametrize("baseline", ["none", "group"])
 def test_reinforce_pp_whitens_returns_over_the_batch(baseline: str) -> None:
     cfg = reinforce_pp.Settings(kl=KLConfig(where="none"), baseline=baseline)
-    columns = reinforce_pp.compute_advantage(_batch(), cfg)
+    columns = reinforce_pp.compute_advantage(_batch(), cfg, {})
     score_B = np.array([1.0, 3.0]) if baseline == "none" else np.array([-1.0, 1.0])
     tokens = np.repeat(score_B, [2, 3])
     white = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
@@ -118,3 +120,61 @@ def test_a_response_that_runs_long_loses_reward() -> None:
 def test_settings_without_effect_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grpo.Settings(**settings)
+
+
+def test_the_kl_coefficient_is_steered_and_remembered() -> None:
+    """The KL is 0.5 a token in both rows, 0.2 above its target by more than a fifth."""
+    kl = KLConfig(where="reward", estimator="k1", coef=0.1, target=0.1, horizon=100)
+    cfg, memory = rloo.Settings(kl=kl), {}
+    first = rloo.compute_advantage(_batch(), cfg, memory)
+    assert first.metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
+    assert first.metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(0.1)
+    assert memory == {"kl_coef": pytest.approx(0.1 * (1 + 0.2 * 2 / 100))}
+    second = rloo.compute_advantage(_batch(), cfg, memory)
+    assert second.metrics["actor/reward_kl_penalty_coeff"] == pytest.approx(memory["kl_coef"], 0.01)
+
+
+def _costly() -> Batch:
+    more = {"cost": np.array([1.0, 0.0], np.float32), "cost_values": np.zeros((2, 4), np.float32)}
+    return _batch() | more
+
+
+def test_the_multiplier_rises_with_the_cost_of_the_last_responses() -> None:
+    """log lambda += 0.1 x 1 x (0.5 - 0.2); then a window of three: (1 + 0 + 0) / 3 is left."""
+    cfg = safe_rlhf.Settings(cost_limit=0.2, cost_window=3)
+    memory: dict = {}
+    assert safe_rlhf.step_multiplier(np.array([1.0, 0.0]), cfg, memory) == (
+        0.5,
+        pytest.approx(np.exp(0.03)),
+    )
+    mean, multiplier = safe_rlhf.step_multiplier(np.array([0.0, 0.0]), cfg, memory)
+    assert (mean, memory["episode_costs"]) == (0.0, [0.0, 0.0, 0.0])
+    assert multiplier == pytest.approx(np.exp(0.03 + 0.1 * np.exp(0.03) * -0.2))
+    for _ in range(200):
+        _, multiplier = safe_rlhf.step_multiplier(np.array([9.0]), cfg, memory)
+    assert multiplier == pytest.approx(5.0)
+    off = safe_rlhf.Settings(multiplier=0.0)
+    assert safe_rlhf.step_multiplier(np.array([9.0]), off, {}) == (9.0, 0.0)
+
+
+@pytest.mark.parametrize("two", [True, False])
+def test_the_combined_reward_carries_the_kl_once(two: bool) -> None:
+    """With values 0 and lambda, gamma 1: what is to come of (r - l c) / (1 + l) - beta kl."""
+    kl = KLConfig(where="reward", estimator="k1", coef=0.1)
+    cfg = safe_rlhf.Settings(
+        kl=kl, lam=1.0, cost_critic=two, multiplier=2.0, cost_limit=0.5, multiplier_lr=1e-9
+    )
+    batch = _costly() | {"values": np.zeros((2, 4), np.float32)}
+    columns = safe_rlhf.compute_advantage(batch, cfg, {})
+    last = (1.0 - 2.0 * 1.0) / 3.0 - 0.05, (3.0 - 2.0 * 0.0) / 3.0 - 0.05
+    expected = [[0, last[0] - 0.05, last[0], 0], [0, last[1] - 0.1, last[1] - 0.05, last[1]]]
+    np.testing.assert_allclose(columns["advantages"], expected, atol=1e-5)
+    assert ("cost_returns" in columns) == two
+
+
+def test_without_a_multiplier_costs_are_only_watched() -> None:
+    cfg = safe_rlhf.Settings(multiplier=0.0, lam=1.0)
+    safe = safe_rlhf.compute_advantage(_costly(), cfg, {})
+    same = {"kl": cfg.kl, "lam": 1.0, "aggregation": cfg.aggregation, "value_clip": 5.0}
+    plain = ppo.compute_advantage(_batch(), ppo.Settings(**same), {})
+    np.testing.assert_allclose(safe["returns"], plain["returns"], rtol=1e-6)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safe RLHF: PPO that holds a cost under a limit by a Lagrange multiplier (arXiv 2310.12773).
+
+With a critic of costs, as its authors have it, or, `cost_critic` off, HybridFlow's five models: one
+critic of the combined reward.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from algorithms.ppo import critic_loss
+from hfjax import rl
+from hfjax.batch import Batch
+from hfjax.config import KLConfig
+from hfjax.metrics import stage
+from hfjax.policy import (
+    PolicySettings,
+    actor,
+    reference,
+    reward_columns,
+    steer_kl,
+    token_rewards,
+)
+from hfjax.roles import Cost, Critic, Reward
+
+LOG_MULTIPLIER, COSTS = "log_multiplier", "episode_costs"  # in the algorithm's memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(PolicySettings):
+    """Safe RLHF's constants; defaults are its authors'."""
+
+    cost_limit: float = 0.0  # mean cost of a response that is allowed
+    multiplier: float = 1.0  # lambda at the start; 0: costs are only watched
+    multiplier_lr: float = 0.1  # of its logarithm
+    multiplier_max: float = 5.0  # it rises no further
+    cost_window: int = 128  # responses whose costs are averaged
+    cost_critic: bool = True  # a critic of costs too, or one critic of the combined reward
+    gamma: float = 1.0  # discount a token
+    lam: float = 0.95  # lambda of generalised advantage estimation
+    value_clip: float = 5.0  # how far a value may move from the one before the update
+    aggregation: rl.Aggregation = "seq-mean-token-mean"  # of token losses over the mini-batch
+    kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.01)  # from the reference
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"algorithm.{name}={getattr(self, name)}: must lie in [0, 1]")
+        for name in ("value_clip", "multiplier_lr", "multiplier_max", "cost_window"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
+        if not 0 <= self.multiplier <= self.multiplier_max:
+            raise ValueError(
+                f"algorithm.multiplier={self.multiplier}: must lie in [0, multiplier_max="
+                f"{self.multiplier_max}]"
+            )
+
+
+def roles(cfg: Settings) -> dict[str, Any]:
+    """Role classes with their losses and the columns those read."""
+    critics = {"critic": "", "cost_critic": "cost_"} if cfg.cost_critic else {"critic": ""}
+    table = {
+        role: partial(
+            Critic,
+            loss=partial(critic_loss, cfg=cfg, of=of),
+            columns=(f"{of}values", f"{of}returns"),
+        )
+        for role, of in critics.items()
+    }
+    scores = {"reward": partial(Reward), "cost": partial(Cost)}
+    return {"actor": actor(cfg)} | table | scores | reference(cfg)
+
+
+def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
+    """Generation, preparation, training."""
+    batch = prompts | m.actor.generate_sequences(prompts)
+    batch |= m.actor.compute_log_prob(batch)
+    batch |= m.critic.compute_values(batch)
+    if cfg.cost_critic:
+        batch |= m.cost_critic.compute_values(batch).renamed(values="cost_values")
+    if cfg.kl.where != "none":
+        batch |= m.reference.compute_ref_log_prob(batch)
+    batch |= m.reward.compute_reward(batch)
+    batch |= m.cost.compute_cost(batch)
+    batch |= compute_advantage(batch, cfg, m.memory)
+    metrics = m.critic.update_critic(batch) | m.actor.update_actor(batch)
+    return batch, metrics | (m.cost_critic.update_critic(batch) if cfg.cost_critic else {})
+
+
+@stage("adv")
+def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
+    """The multiplier's step, then advantages of reward and cost, combined; on the controller."""
+    columns = reward_columns(batch, cfg.kl, memory)
+    columns |= {"cost": batch["cost"], "values": batch["values"]}
+    columns |= {"cost_values": batch["cost_values"]} if cfg.cost_critic else {}
+    valid_B = columns["response_mask"].any(-1)
+    mean, multiplier = step_multiplier(columns["cost"][valid_B], cfg, memory)
+    metrics = {"cost/mean": mean, "cost/multiplier": multiplier}
+    more = _advantage(columns | {"multiplier": np.float32(multiplier)}, cfg=cfg)
+    return Batch(more, metrics=metrics | steer_kl(columns, cfg.kl, memory))
+
+
+def step_multiplier(
+    cost_B: np.ndarray, cfg: Settings, memory: dict[str, Any]
+) -> tuple[float, float]:
+    """Mean cost of the last responses, and lambda: log lambda += lr lambda (mean - limit).
+
+    lambda 0 stays: its gradient is 0.
+    """
+    costs = [*memory.get(COSTS, []), *map(float, cost_B)][-cfg.cost_window :]
+    mean = float(np.mean(costs)) if costs else 0.0
+    memory[COSTS] = costs
+    if cfg.multiplier == 0:
+        return mean, 0.0
+    log = memory.get(LOG_MULTIPLIER, float(np.log(cfg.multiplier)))
+    log += cfg.multiplier_lr * float(np.exp(log)) * (mean - cfg.cost_limit)
+    memory[LOG_MULTIPLIER] = log = min(log, float(np.log(cfg.multiplier_max)))
+    return mean, float(np.exp(log))
+
+
+@partial(jax.jit, static_argnames="cfg")
+def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Array]:
+    """(A - lambda A_cost) / (1 + lambda), not whitened; or of rewards so combined, one critic's."""
+    mask_BT, weight = columns["response_mask"], columns["multiplier"]
+    rewards = token_rewards(columns, cfg.kl)
+    reward_BT = rewards["token_level_rewards"]
+    cost_BT = rl.token_rewards(columns["cost"], mask_BT)
+    cost_BT += rewards["token_level_scores"] - reward_BT  # + beta kl, so that it counts once
+    back = partial(rl.gae, mask_BT=mask_BT, gamma=cfg.gamma, lam=cfg.lam)
+    if not cfg.cost_critic:
+        advantages_BT, returns_BT = back(
+            (reward_BT - weight * cost_BT) / (1.0 + weight), columns["values"]
+        )
+        return rewards | {"advantages": advantages_BT, "returns": returns_BT}
+    gain_BT, returns_BT = back(reward_BT, columns["values"])
+    harm_BT, cost_returns_BT = back(cost_BT, columns["cost_values"])
+    return rewards | {
+        "advantages": (gain_BT - weight * harm_BT) / (1.0 + weight),
+        "returns": returns_BT,
+        "cost_returns": cost_returns_BT,
+    }
