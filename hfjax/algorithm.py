@@ -17,7 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hfjax.batch import Batch
 from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
+from hfjax.controller.graph import Node, trace
+from hfjax.items import PROMPTS, Example, Pair, Prompt
 from hfjax.roles import TrainedRole, role_class
 
 PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
@@ -56,6 +59,17 @@ def main_role(roles: Mapping[str, Any]) -> str:
     if not trained:
         raise ValueError(f"roles() has {', '.join(roles)}: none of them is trained")
     return "actor" if "actor" in trained else trained[0]
+
+
+def dataflow(algorithm: ModuleType, settings: Any) -> list[Node]:
+    """The calls of one step under these settings, from two prompts of two answers each."""
+    kind = getattr(algorithm, "DATA", PROMPTS)
+    example = Example([1, 2, 3], [False, True, True])
+    item = {"prompts": Prompt([1, 2], "", "", ""), "pairs": Pair(example, example)}.get(
+        kind.name, example
+    )
+    given = Batch(kind.collate([item, item], 2 // kind.rows))
+    return trace(algorithm.step, algorithm.roles(settings), settings, given)
 
 
 def config_class(algorithm: ModuleType) -> type:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hfjax train ALGORITHM` and `hfjax export RUN DIR`."""
+"""The command line: `hfjax train`, `hfjax graph` and `hfjax export`."""
 
 import argparse
 import logging
@@ -12,6 +12,8 @@ from typing import Any
 COMMANDS = {
     "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
     "ALGORITHM is ppo, grpo, sft, a module or a .py file; train ppo --help lists its settings",
+    "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
+    "waits for",
     "export": "export RUN DIR    the actor of a run's newest checkpoint, in Hugging Face format",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
@@ -41,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hfjax.controller.worker import RoleError
 
     try:
-        {"train": train, "export": export}[command](rest)
+        {"train": train, "graph": graph, "export": export}[command](rest)
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
@@ -62,13 +64,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(arguments: list[str]) -> None:
     """Reads the settings of ALGORITHM's run and runs it."""
-    from hfjax import algorithm, run
+    from hfjax import run
+
+    module = named_algorithm(arguments)
+    run.train(module, parse(module, arguments[1:]))
+
+
+def graph(arguments: list[str]) -> None:
+    """Prints the dataflow of ALGORITHM under its settings."""
+    from hfjax.algorithm import dataflow
+    from hfjax.controller.graph import text
+
+    module = named_algorithm(arguments)
+    print(text(dataflow(module, parse(module, arguments[1:]).algorithm)))
+
+
+def named_algorithm(arguments: list[str]) -> Any:
+    """The module of the algorithm that comes first."""
+    from hfjax import algorithm
 
     if not arguments or arguments[0].startswith("-"):
         names = ", ".join(algorithm.algorithm_names())
         raise ValueError(f"ALGORITHM is missing; use one of {names}, a module or a .py file")
-    module = algorithm.load_algorithm(arguments[0])
-    run.train(module, parse(module, arguments[1:]))
+    return algorithm.load_algorithm(arguments[0])
 
 
 def parse(module: Any, arguments: list[str]) -> Any:

@@ -131,6 +131,7 @@ class RunConfig:
     resume: bool = False  # continue from the newest whole checkpoint in out
     deadline_s: float = 1800.0  # longest wait for any call
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
+    trace: bool = False  # write every call's begin, end, rows, tokens and bytes to trace.json
 
     def __post_init__(self) -> None:
         _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")

@@ -203,6 +203,7 @@ def _token_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
 
 
 _taken_s: dict[str, float] = {}
+_spans: list[tuple[str, float, float]] = []
 
 
 @contextmanager
@@ -211,11 +212,13 @@ def stage(name: str) -> Iterator[None]:
 
     Waiting for columns that other processes still compute counts in.
     """
-    start_s = time.perf_counter()
+    began_s, start_s = time.time(), time.perf_counter()
     try:
         yield
     finally:
-        _taken_s[name] = _taken_s.get(name, 0.0) + time.perf_counter() - start_s
+        took_s = time.perf_counter() - start_s
+        _taken_s[name] = _taken_s.get(name, 0.0) + took_s
+        _spans.append((name, began_s, began_s + took_s))
 
 
 def taken_seconds() -> dict[str, float]:
@@ -223,6 +226,13 @@ def taken_seconds() -> dict[str, float]:
     taken = dict(_taken_s)
     _taken_s.clear()
     return taken
+
+
+def taken_spans() -> list[tuple[str, float, float]]:
+    """The driver's stages since the last call: name, begin and end by time.time()."""
+    spans = list(_spans)
+    _spans.clear()
+    return spans
 
 
 def timing_metrics(

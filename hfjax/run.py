@@ -32,11 +32,13 @@ from hfjax.metrics import (
     merge,
     sample_rows,
     taken_seconds,
+    taken_spans,
     timing_metrics,
 )
 from hfjax.models.hf import resolve_model
 from hfjax.prepare import prepare
 from hfjax.rundir import began, check_state, find_run, open_directory
+from hfjax.timeline import Timeline
 from hfjax.tokenizer import load_tokenizer
 
 STAGES = {  # method -> verl's name of the stage
@@ -128,6 +130,7 @@ class Run:
         try:  # nothing is written before
             self.store.make_root()
             open_directory(self.out, self.done, config, plan.placement, about)
+            self.timeline = Timeline(self.out / "trace.json") if config.trace else None
             self.log = MetricLog(
                 self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
             )
@@ -183,6 +186,9 @@ class Run:
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         calls = self.models.drain()
+        spans = taken_spans()
+        if self.timeline:
+            self.timeline.write(calls, spans)
         seconds = _seconds(calls)
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)

@@ -4,7 +4,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfjax.controller.pool import Pool, ProcessDied, Runtime
@@ -29,6 +29,7 @@ class CallRecord:
     end_s: float  # of the last that ended
     compiles: int  # of the process that compiled most
     inputs: frozenset[int]  # numbers of the calls whose columns it read
+    infos: tuple[CallInfo, ...] = ()  # of its processes, without their values
 
 
 @dataclass
@@ -60,6 +61,7 @@ class PendingCall:
             max(info.end_s for info in infos),
             max(info.compiles for info in infos),
             self.inputs,
+            tuple(replace(info, metrics={}, value=None) for info in infos),
         )
 
 

@@ -2,7 +2,7 @@
 """Role handles: a method call becomes rows for each process and columns that are futures."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -28,14 +28,15 @@ Split = tuple[Callable[..., Any], Callable[..., Any], Exchange]  # of a role and
 
 
 class Reply:
-    """Values of a method without columns, one from each process, still on their way."""
+    """Values of a method without columns, of the processes that answer, still on their way."""
 
-    def __init__(self, calls: Calls, call: PendingCall) -> None:
-        self._calls, self._call = calls, call
+    def __init__(self, calls: Calls, call: PendingCall, ranks: Sequence[int]) -> None:
+        self._calls, self._call, self._ranks = calls, call, ranks
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """The values by rank, waiting for them."""
-        return [info.value for info in self._calls.finish(self._call, timeout_s)]
+        """The values in the protocol's order, waiting for all processes."""
+        infos = self._calls.finish(self._call, timeout_s)
+        return [infos[rank].value for rank in self._ranks]
 
 
 class RoleHandle:
@@ -54,14 +55,10 @@ class RoleHandle:
         ranks: Ranks,
         models: "Models",
     ) -> None:
-        role_class, settings = _unwrapped(builder)
         self.role, self.pool, self.ranks, self.models = role, pool, ranks, models
         self.second: SecondCopy | None = None
         self.calls = 0  # any of them may have changed the weights
-        self.methods = {
-            name: _with_extra(declared, settings)
-            for name, declared in methods_of(role_class).items()
-        }
+        self.methods = handle_methods(builder)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         second = self.__dict__.get("second")
@@ -118,10 +115,29 @@ class RoleHandle:
         models = self.models
         models.calls.check()
         self.calls += 1
-        call = Call(self.role, name, models.step, args, kwargs)
-        everyone = range(self.pool.processes)
-        _, pending = self.send([call for _ in everyone], [[] for _ in everyone], frozenset())
-        return Reply(models.calls, pending)
+        ranks, protocol = range(self.pool.processes), declared.protocol
+        for value in (*args, *kwargs.values()) if protocol.apart else ():
+            if not isinstance(value, Sequence) or len(value) != len(ranks):
+                raise ValueError(
+                    f"{self.role}.{name} is {protocol.name}: give each argument as a list with one "
+                    f"value for each of the {len(ranks)} processes"
+                )
+
+        def own(value: Any, rank: int) -> Any:
+            return value[rank] if protocol.apart else value
+
+        calls = [
+            Call(
+                self.role,
+                name,
+                models.step,
+                tuple(own(value, rank) for value in args),
+                {key: own(value, rank) for key, value in kwargs.items()},
+            )
+            for rank in ranks
+        ]
+        _, pending = self.send(calls, [[] for _ in ranks], frozenset())
+        return Reply(models.calls, pending, protocol.replies(self.ranks))
 
     def send(
         self, calls: list[Call], values: list[list[Any]], inputs: frozenset[int]
@@ -342,6 +358,13 @@ def _split(placement: Placement, role: str, builder: Callable[..., Any]) -> Spli
         raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
     processes = tuple(placement.pools[each.pool].processes for each in (where, second))
     return two_copies(builder, where, second, processes)
+
+
+def handle_methods(builder: Callable[..., Any]) -> dict[str, Method]:
+    """The declared methods of a role, with the columns that its settings add."""
+    role_class, settings = _unwrapped(builder)
+    declared = methods_of(role_class).items()
+    return {name: _with_extra(method, settings) for name, method in declared}
 
 
 def _unwrapped(builder: Callable[..., Any]) -> tuple[Any, Mapping[str, Any]]:

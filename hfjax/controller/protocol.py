@@ -40,16 +40,25 @@ class Ranks(NamedTuple):
 Rows = list[np.ndarray]  # ascending global row numbers, for each process
 
 
+def everyone(ranks: Ranks) -> list[int]:
+    """Every process, by rank."""
+    return list(range(ranks.processes))
+
+
 @dataclass(frozen=True)
 class Protocol:
     """`distribute` and `collect` give rows for each process from (ranks, rows, group).
 
-    Each row must be collected from exactly one process, one that was given it.
+    Each row must be collected from exactly one process, one that was given it. Of methods without
+    columns, which have no rows, `replies` names the processes whose values come back, in order;
+    `apart`: each argument is a sequence with one value for each process.
     """
 
     name: str
     distribute: Callable[[Ranks, int, int], Rows]
     collect: Callable[[Ranks, int, int], Rows]
+    replies: Callable[[Ranks], list[int]] = everyone
+    apart: bool = False
 
 
 def rows_per_replica(n_rows: int, replicas: int, group: int) -> int:
@@ -100,12 +109,25 @@ def _rows_from_first(ranks: Ranks, n_rows: int, group: int) -> Rows:
     return [np.arange(n_rows if rank == 0 else 0) for rank in range(ranks.processes)]
 
 
+def _stage_leads(ranks: Ranks) -> list[int]:
+    """The processes that hold (t=0, d=0) of a pipeline stage, in the order of stages, each once."""
+    coords = coordinates(ranks.shape)
+    stage = coords[:, AXES.index(PIPE)] * ranks.shape.pipe_micro + coords[:, AXES.index(PIPE_MICRO)]
+    others = [index for index, axis in enumerate(AXES) if axis not in (PIPE, PIPE_MICRO)]
+    leads = np.flatnonzero((coords[:, others] == 0).all(axis=1))
+    per_process = ranks.shape.devices // ranks.processes
+    in_order = leads[np.argsort(stage[leads])] // per_process
+    return list(dict.fromkeys(in_order.tolist()))
+
+
 DP_PROTO = over_replicas("DP_PROTO", lambda ranks: ranks.train_batch)
 THREE_D_PROTO = over_replicas("3D_PROTO", lambda ranks: ranks.train_batch)
 THREE_D_ALL_MICRO_DP = over_replicas("3D_ALL_MICRO_DP", lambda ranks: ranks.generate_batch)
 # The paper gathers from all ranks. A table can hold one answer a row, and all are equal here: it
 # is process 0's. Values of methods without columns (save, load) do come from every process.
 ONE_TO_ALL = Protocol("ONE_TO_ALL", _all_rows, _rows_from_first)
+THREE_D_PP_ONLY = Protocol("3D_PP_ONLY", _all_rows, _rows_from_first, replies=_stage_leads)
+ALL_TO_ALL = Protocol("ALL_TO_ALL", _all_rows, _rows_from_first, apart=True)
 
 
 @dataclass

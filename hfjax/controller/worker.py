@@ -99,6 +99,10 @@ class CallInfo:
     metrics: Mapping[str, Any]
     value: Any = None  # of a method without columns
     warnings: tuple[str, ...] = ()  # logged since the process's last report
+    rows: int = 0  # that this process answered for
+    tokens: int = 0  # of the rows that it was given or made, prompts included
+    bytes_in: int = 0  # of the columns that it read
+    bytes_out: int = 0  # of those that it wrote
 
 
 def describe(role: str, method: str, step: int, pool: str, rank: int, host: str) -> str:
@@ -208,16 +212,18 @@ class Worker:
             function = getattr(self.roles[call.role], call.method)
             columns: list[Any] = []
             metrics: Mapping[str, Any] = {}
-            value = None
+            value, size = None, {}
             if call.columns is None:
                 value = function(*call.args, *values, **call.kwargs)
                 columns, value = (value, None) if call.writes else ([], value)
             else:
-                answer = function(_shard(call, values), **call.kwargs)
+                shard = _shard(call, values)
+                answer = function(shard, **call.kwargs)
                 columns, metrics = _answered(call, answer), answer.metrics
+                size = _sizes(shard, columns, answer)
             end_s = time.time()
             compiles, warnings = _compiles() - compiles, self._warnings.taken()
-            info = CallInfo(self.rank, start_s, end_s, compiles, metrics, value, warnings)
+            info = CallInfo(self.rank, start_s, end_s, compiles, metrics, value, warnings, **size)
             return (*columns, info)
 
     def close(self) -> None:
@@ -254,6 +260,17 @@ def _shard(call: Call, values: Sequence[Any]) -> Shard:
         except ValueError as error:
             raise ValueError(f"column {name!r}: {error}") from error
     return Shard(columns, call.rows, call.n_rows, call.group, call.step)
+
+
+def _sizes(shard: Shard, columns: list[Any], answer: Answer) -> dict[str, int]:
+    """What a call read and gave, for the timeline; of texts, bytes are not counted."""
+    lengths = answer.columns.get("length", shard.columns.get("length", ()))
+    return {
+        "rows": len(answer.rows),
+        "tokens": int(np.sum(lengths)),
+        "bytes_in": sum(getattr(x, "nbytes", 0) for x in shard.columns.values()),
+        "bytes_out": sum(getattr(x, "nbytes", 0) for x in columns),
+    }
 
 
 def _answered(call: Call, answer: Answer) -> list[Any]:

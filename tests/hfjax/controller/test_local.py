@@ -190,3 +190,11 @@ def test_after_an_interrupted_transfer_all_weights_are_sent_again() -> None:
 def test_only_a_role_that_generates_may_have_a_second_copy() -> None:
     with pytest.raises(ValueError, match=r"\[master\] generate_pool: this role does not generate"):
         start(two_pools(), {"master": Doubler}, runtime="local")
+
+
+def test_all_to_all_gives_each_process_its_own_value() -> None:
+    with local(a=Doubler) as m:
+        assert m.a.own(["x"], more=["y"]).result() == [(0, "x", "y")]
+        assert m.a.stage().result() == [0]
+        with pytest.raises(ValueError, match=r"a\.own is ALL_TO_ALL: .* each of the 1 processes"):
+            m.a.own(["x", "y"])

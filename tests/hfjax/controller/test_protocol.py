@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from hfjax.controller.protocol import (
+    ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
     THREE_D_PROTO,
     Protocol,
     Ranks,
@@ -99,6 +101,26 @@ def test_one_to_all_sends_everything_everywhere_and_hears_process_0() -> None:
     rows, answers = both(ONE_TO_ALL, Ranks(MeshShape(data=4), 2), 3)
     assert rows == [[0, 1, 2], [0, 1, 2]]
     assert answers == [[0, 1, 2], []]
+
+
+@pytest.mark.parametrize(
+    ("shape", "processes", "right"),
+    [
+        # Device order: data, pipe, pipe_micro, tensor. One device a process: stage s of replica 0
+        # at tensor rank 0 is device 2 s.
+        (MeshShape(data=2, pipe=2, tensor=2), 8, [0, 2]),
+        (MeshShape(data=2, pipe=2, tensor=2), 4, [0, 1]),  # a stage a process
+        (MeshShape(data=2, pipe=2, tensor=2), 2, [0]),  # both stages of replica 0 in one
+        (MeshShape(pipe=2, pipe_micro=2), 4, [0, 1, 2, 3]),
+        (MeshShape(data=8), 8, [0]),
+    ],
+)
+def test_pp_only_hears_a_process_a_stage(
+    shape: MeshShape, processes: int, right: list[int]
+) -> None:
+    assert THREE_D_PP_ONLY.replies(Ranks(shape, processes)) == right
+    assert ONE_TO_ALL.replies(Ranks(shape, processes)) == list(range(processes))
+    assert ALL_TO_ALL.replies(Ranks(shape, processes)) == list(range(processes))
 
 
 @pytest.mark.parametrize("protocol", EVERY, ids=lambda protocol: protocol.name)

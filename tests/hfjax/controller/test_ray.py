@@ -150,6 +150,12 @@ def test_the_driver_does_not_wait_before_it_reads(m: Models) -> None:
     assert column.result().tolist() == [1.0, 1.0]  # type: ignore[union-attr]
 
 
+def test_pp_only_and_all_to_all_over_processes(m: Models) -> None:
+    """doubler: data 2 x tensor 2 in two processes; its one stage is led by the first."""
+    assert m.doubler.own(["x", "y"]).result() == [(0, "x", None), (1, "y", None)]
+    assert m.doubler.stage().result() == [0]
+
+
 def test_weights_reach_the_second_copy_from_worker_to_worker_a_few_buckets_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from hfjax.controller.protocol import (
+    ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
     THREE_D_PROTO,
     Answer,
     Shard,
@@ -54,6 +56,14 @@ class Doubler:
         self.factor += 1
         names = {name: float(np.sum(value)) for name, value in shard.columns.items()}
         return Answer({}, shard.rows, {f"sum/{name}": total for name, total in names.items()})
+
+    @method(ALL_TO_ALL)
+    def own(self, value: Any, *, more: Any = None) -> Any:
+        return self.context.rank, value, more
+
+    @method(THREE_D_PP_ONLY)
+    def stage(self) -> int:
+        return self.context.rank
 
     @method(ONE_TO_ALL)
     def facts(self) -> dict[str, Any]:

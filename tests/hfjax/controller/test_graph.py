@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An algorithm's dataflow, from the step function that runs: HybridFlow's figures 5 and 6."""
+
+from types import ModuleType
+
+import pytest
+
+from algorithms import dpo, grpo, ppo, reinforce_pp, remax, reward_model, rloo, safe_rlhf, sft
+from hfjax.algorithm import dataflow
+from hfjax.config import KLConfig
+from hfjax.controller.graph import CONTROLLER, depths, text
+
+ALL = (ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf, dpo, reward_model, sft)
+
+
+def named(algorithm: ModuleType, **settings: object) -> list[tuple[str, list[str]]]:
+    """Each call, and the calls it waits for, by name."""
+    nodes = dataflow(algorithm, algorithm.Settings(**settings))
+    names = [f"{node.role}.{node.method}" for node in nodes]
+    return [(names[n.number], [names[i] for i in sorted(n.inputs)]) for n in nodes]
+
+
+def test_ppo_is_that_of_the_paper() -> None:
+    scores = ["actor.compute_log_prob", "critic.compute_values", "reference.compute_ref_log_prob"]
+    scores += ["reward.compute_reward"]
+    generation, arithmetic = "actor.generate_sequences", "controller.arithmetic"
+    assert named(ppo) == [
+        (generation, []),
+        *((name, [generation]) for name in scores),
+        (arithmetic, [generation, *scores]),
+        ("critic.update_critic", [generation, "critic.compute_values", arithmetic]),
+        ("actor.update_actor", [generation, "actor.compute_log_prob", arithmetic]),
+    ]
+
+
+def test_what_does_not_wait_for_one_another_has_one_depth() -> None:
+    nodes = dataflow(ppo, ppo.Settings())
+    assert depths(nodes) == [0, 1, 1, 1, 1, 2, 3, 3]
+
+
+def test_settings_change_the_graph() -> None:
+    names = [name for name, _ in named(ppo, kl=KLConfig(where="none"))]
+    assert "reference.compute_ref_log_prob" not in names
+
+
+def test_remax_generates_twice_and_has_no_critic() -> None:
+    found = named(remax)
+    assert [name for name, _ in found].count("actor.generate_sequences") == 2
+    assert not [name for name, _ in found if name.startswith("critic")]
+    assert dict(found)["controller.arithmetic"].count("reward.compute_reward") == 2
+
+
+def test_renamed_columns_keep_their_call() -> None:
+    found = dict(named(safe_rlhf))
+    assert {"critic.compute_values", "cost_critic.compute_values"} <= set(
+        found["controller.arithmetic"]
+    )
+    assert "cost_critic.compute_values" in found["cost_critic.update_critic"]
+
+
+@pytest.mark.parametrize("algorithm", ALL, ids=lambda module: module.__name__)
+def test_every_algorithm_has_a_graph_without_cycles_and_a_text(algorithm: ModuleType) -> None:
+    nodes = dataflow(algorithm, algorithm.Settings())
+    assert all(max(node.inputs, default=-1) < node.number for node in nodes)
+    assert any(node.role != CONTROLLER and not node.writes for node in nodes)  # an update
+    assert len(text(nodes).splitlines()) == len(nodes) + 1
