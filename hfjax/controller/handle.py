@@ -56,12 +56,12 @@ class RoleHandle:
         models: "Models",
     ) -> None:
         self.role, self.pool, self.ranks, self.models = role, pool, ranks, models
-        self.second: SecondCopy | None = None
-        self.calls = 0  # any of them may have changed the weights
+        self.second_copy: SecondCopy | None = None
+        self.n_calls = 0  # any of them may have changed the weights
         self.methods = handle_methods(builder)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        second = self.__dict__.get("second")
+        second = self.__dict__.get("second_copy")
         if second and name in second.handle.methods:
             return partial(second.call, name)
         if name.startswith("_") or name not in self.methods:
@@ -74,7 +74,7 @@ class RoleHandle:
     def _call(self, name: str, declared: Method, batch: Batch, /, **kwargs: Any) -> Any:
         models = self.models
         models.calls.check()
-        self.calls += 1
+        self.n_calls += 1
         columns = self._columns(name, declared, batch)
         n_rows, group = len(batch), models.group
         rows = declared.protocol.distribute(self.ranks, n_rows, group)
@@ -114,7 +114,7 @@ class RoleHandle:
     def _command(self, name: str, declared: Method, /, *args: Any, **kwargs: Any) -> Reply:
         models = self.models
         models.calls.check()
-        self.calls += 1
+        self.n_calls += 1
         ranks, protocol = range(self.pool.processes), declared.protocol
         for value in (*args, *kwargs.values()) if protocol.apart else ():
             if not isinstance(value, Sequence) or len(value) != len(ranks):
@@ -207,7 +207,7 @@ class SecondCopy:
     def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """A method of the second copy, with the newest weights."""
         self.handle.models.calls.check()
-        if self._calls != self.first.calls:
+        if self._calls != self.first.n_calls:
             self._renew()
         return getattr(self.handle, name)(*args, **kwargs)
 
@@ -217,7 +217,7 @@ class SecondCopy:
             after, inputs = arrived[bucket]
             parcels, sent = self._transfer(bucket, after, inputs)
             arrived.append(self._received(bucket, parcels, sent))
-        self._calls = self.first.calls
+        self._calls = self.first.n_calls
 
     def _transfer(
         self, bucket: int, after: list[Any], inputs: frozenset[int]
@@ -344,7 +344,7 @@ def _place(
         builder = split[0] if split else builders[role]
         handle = models.handles[role] = build(role, builder, where)
         if split and second:
-            handle.second = SecondCopy(handle, build(role, split[1], second), split[2])
+            handle.second_copy = SecondCopy(handle, build(role, split[1], second), split[2])
     models.drain()
 
 

@@ -181,7 +181,7 @@ def test_after_an_interrupted_transfer_all_weights_are_sent_again() -> None:
     with start(two_pools(), {"master": Master}, runtime="local") as m:
         m.master.tell(batch)
         m.master.update(batch)
-        m.master.second.handle.pool.worker.roles["master"].fails = True
+        m.master.second_copy.handle.pool.worker.roles["master"].fails = True
         with pytest.raises(KeyboardInterrupt):
             m.master.tell(batch)
         assert m.master.tell(batch)["told"].tolist() == [1] * 4
