@@ -19,6 +19,7 @@ from hfjax.metrics import Mean
 from hfjax.roles import Reference
 
 KL_COEF = "kl_coef"  # in the algorithm's memory
+ROLLOUT = "rollout_truncated_log_probs"  # of the distribution that was sampled from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class PolicySettings:
     clip_high: float = 0.2  # and below 1 + clip_high
     dual_clip: float = 3.0  # bounds the loss of negative advantages; 0: it does not
     ratio: Literal["token", "sequence"] = "token"  # to the old policy: a token's, or GSPO's
+    rollout_correction: rl.Correction = "none"  # importance of tokens, rows, or rows refused
+    rollout_cap: float = 2.0  # its largest weight; of reject: the rows kept lie in [1/cap, cap]
     entropy_coef: float = 0.0  # weight of the entropy bonus
     aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     aggregation_length: int = 0  # tokens that seq-mean-token-sum-norm divides by
@@ -38,6 +41,8 @@ class PolicySettings:
         rl.check_policy_clip(self.clip_low, self.clip_high, self.dual_clip or None)
         if not abs(self.entropy_coef) < float("inf"):
             raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
+        if not 1 < self.rollout_cap < float("inf"):
+            raise ValueError(f"algorithm.rollout_cap={self.rollout_cap}: must be above 1, as 2.0")
         rl.check_aggregation(self.aggregation, self.aggregation_length)
         if self.aggregation_length and self.aggregation != "seq-mean-token-sum-norm":
             raise ValueError(
@@ -48,11 +53,12 @@ class PolicySettings:
 
 def actor(cfg: PolicySettings, *columns: str) -> Any:
     """The policy under this loss; `columns` are read beside old log-probs and advantages."""
-    kl_columns = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
+    more = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
+    more += (ROLLOUT,) if cfg.rollout_correction != "none" else ()
     return partial(
         Actor,
         loss=partial(policy_loss, cfg=cfg),
-        columns=("old_log_probs", "advantages", *kl_columns, *columns),
+        columns=("old_log_probs", "advantages", *more, *columns),
         loss_entropy=cfg.entropy_coef != 0,
     )
 
@@ -81,6 +87,15 @@ def policy_loss(
         dual_clip=cfg.dual_clip or None,
         ratio=cfg.ratio,
     )
+    if cfg.rollout_correction != "none":
+        weights_BT, more = rl.rollout_weights(
+            batch["old_log_probs"],
+            batch[ROLLOUT],
+            mask_BT,
+            mode=cfg.rollout_correction,
+            cap=cfg.rollout_cap,
+        )
+        loss_BT, metrics = loss_BT * weights_BT, metrics | more
     aggregate = partial(
         rl.aggregate,
         mask_BT=mask_BT,

@@ -217,6 +217,44 @@ def _sequence_log_ratio(log_ratio_BT: jax.Array, mask_BT: jax.Array) -> jax.Arra
     return over_tokens(jax.lax.stop_gradient(mean_B), mask_BT) + own_BT
 
 
+Correction = Literal["none", "token", "sequence", "reject"]
+
+
+def rollout_weights(
+    old_logp_BT: jax.Array,
+    rollout_logp_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    mode: Correction,
+    cap: float,
+) -> tuple[jax.Array, dict[str, Mean]]:
+    """Importance of sampled tokens where the sampler's distribution was another, and its metrics.
+
+    w = exp(old - rollout). token: min(w, cap) (truncated importance sampling); sequence: the same
+    of the row's product; reject: 1, and 0 for rows whose product lies outside [1/cap, cap]. No
+    gradient passes. What a rejected row would add to the loss is 0; the divisors keep its tokens.
+    """
+    log_BT = _under(mask_BT, old_logp_BT) - _under(mask_BT, rollout_logp_BT)
+    row_B = log_BT.sum(-1)
+    if mode == "token":
+        capped_BT = jnp.minimum(log_BT, math.log(cap))
+        outside_BT = log_BT > math.log(cap)
+    else:
+        bounded_B = jnp.minimum(row_B, math.log(cap))
+        outside_B = row_B > math.log(cap)
+        if mode == "reject":
+            outside_B = jnp.abs(row_B) > math.log(cap)
+            bounded_B = jnp.where(outside_B, -jnp.inf, 0.0)
+        capped_BT = jnp.broadcast_to(bounded_B[:, None], log_BT.shape)
+        outside_BT = jnp.broadcast_to(outside_B[:, None], log_BT.shape)
+    weights_BT = jax.lax.stop_gradient(jnp.exp(capped_BT))
+    metrics = {
+        "rollout_is_mean": Mean.of(weights_BT, mask_BT),
+        "rollout_is_outside": Mean.of(outside_BT, mask_BT),
+    }
+    return weights_BT, metrics
+
+
 def value_loss(
     values_BT: jax.Array,
     old_values_BT: jax.Array,

@@ -468,3 +468,31 @@ def test_a_constant_added_to_a_groups_rewards_changes_no_group_advantage(scores,
 def test_length_costs_from_where_it_is_said():
     found = rl.overlong_penalty(np.array([3, 10, 12, 14, 16]), start=10, buffer=4, factor=2.0)
     np.testing.assert_allclose(found, [0, 0, -1, -2, -3])
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted", "outside"),
+    [
+        ("token", [[2.0, 0.5, 0], [2.0, 1.0, 1.0]], 1 / 5),  # ratios 3, 1/2 and 2, 1, 1
+        ("sequence", [[1.5, 1.5, 0], [2.0, 2.0, 2.0]], 0),
+        ("reject", [[1.0, 1.0, 0], [1.0, 1.0, 1.0]], 0),
+    ],
+)
+def test_what_was_sampled_elsewhere_is_weighed(mode, wanted, outside):
+    mask_BT = np.array([[1, 1, 0], [1, 1, 1]], bool)
+    ratio_BT = np.array([[3.0, 0.5, np.nan], [2.0, 1.0, 1.0]], np.float32)
+    options = {"mode": mode, "cap": 2.0 + 1e-6}
+    weights_BT, metrics = rl.rollout_weights(
+        np.log(ratio_BT), np.zeros((2, 3), np.float32), mask_BT, **options
+    )
+    np.testing.assert_allclose(np.asarray(weights_BT) * mask_BT, wanted, rtol=1e-5)
+    assert finalize(metrics)["rollout_is_outside"] == pytest.approx(outside)
+
+
+def test_rows_too_far_from_what_sampled_them_are_rejected():
+    old_BT = np.log(np.array([[3.0, 1.0], [0.3, 1.0], [1.9, 1.0]], np.float32))
+    mask_BT = np.ones((3, 2), bool)
+    weights_BT, _ = rl.rollout_weights(
+        old_BT, np.zeros_like(old_BT), mask_BT, mode="reject", cap=2.0
+    )
+    assert weights_BT[:, 0].tolist() == [0.0, 0.0, 1.0]
