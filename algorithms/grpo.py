@@ -2,7 +2,8 @@
 """Group relative policy optimisation: no critic, the group is the baseline (arXiv 2402.03300).
 
 Its kin are settings: Dr. GRPO (arXiv 2503.20783) normalize=none and aggregation
-seq-mean-token-sum-norm; DAPO (arXiv 2503.14476) clip_high=0.28, overlong_from; GSPO (arXiv
+seq-mean-token-sum-norm; DAPO (arXiv 2503.14476) clip_high=0.28, overlong_from,
+dynamic_batches; GSPO (arXiv
 2507.18071) ratio=sequence, aggregation seq-mean-token-mean and clips near 3e-4.
 """
 
@@ -25,6 +26,7 @@ class Settings(PolicySettings):
     """GRPO's constants; defaults are verl's."""
 
     normalize: Literal["std", "none"] = "std"  # divide by the group's deviation, or not
+    dynamic_batches: int = 1  # of prompts a step, at most, until no group's scores are all equal
     overlong_from: int = 0  # response tokens from which on each further one costs; 0: none does
     overlong_buffer: int = 0  # after so many more the cost is overlong_factor
     overlong_factor: float = 1.0  # taken from the score, a multiple of it beyond the buffer
@@ -32,6 +34,8 @@ class Settings(PolicySettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dynamic_batches < 1:
+            raise ValueError(f"algorithm.dynamic_batches={self.dynamic_batches}: use 1 or more")
         if self.kl.where == "reward":
             raise ValueError("kl.where=reward: group scores hold no KL; use loss or none")
         rl.check_overlong(self.overlong_from, self.overlong_buffer, self.overlong_factor)
@@ -59,12 +63,44 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
+    batch |= m.reward.compute_reward(batch)
+    if cfg.dynamic_batches > 1:
+        batch = refilled(m, batch, cfg.dynamic_batches - 1)
     batch |= m.actor.compute_log_prob(batch)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
-    batch |= m.reward.compute_reward(batch)
     batch |= compute_advantage(batch, cfg)
     return batch, m.actor.update_actor(batch)
+
+
+def refilled(m: Any, batch: Batch, more: int) -> Batch:
+    """The batch with groups that teach nothing replaced by others, from up to `more` new batches.
+
+    DAPO's dynamic sampling (arXiv 2503.14476 §3.2). Where too few are found, flat groups stay: they
+    count in the loss's divisor.
+    """
+    rows = len(batch)
+    for _ in range(more):
+        if not flat_rows(batch).any():
+            break
+        prompts = m.more_prompts()
+        prompts |= {"row_id": prompts["row_id"] + np.int32(batch["row_id"].max() + 1)}
+        fresh = prompts | m.actor.generate_sequences(prompts)
+        fresh |= m.reward.compute_reward(fresh)
+        fresh |= {"uid": fresh["uid"] + batch["uid"].max() + 1}
+        both = Batch.concat([batch, fresh.columns(*batch.names)])
+        batch = both.select(np.argsort(flat_rows(both), kind="stable")[:rows])
+    return batch
+
+
+def flat_rows(batch: Batch) -> np.ndarray:
+    """Whether a row's group has equal scores, those apart whose reward failed."""
+    score_B, valid_B = batch["score"], batch["response_mask"].any(-1)
+    _, group_B = np.unique(batch["uid"], return_inverse=True)
+    high, low = np.full(len(score_B), -np.inf), np.full(len(score_B), np.inf)
+    np.maximum.at(high, group_B[valid_B], score_B[valid_B])
+    np.minimum.at(low, group_B[valid_B], score_B[valid_B])
+    return ~(high > low)[group_B]
 
 
 @stage("adv")

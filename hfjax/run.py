@@ -125,6 +125,7 @@ class Run:
             group=plan.n,
             log_to_driver=False,
         )
+        self.models.more_prompts = lambda: Batch(plan.source.next_batch())
         if self.done:
             self.models.memory |= self.store.load_meta(self.done)["memory"]
         try:  # nothing is written before

@@ -45,6 +45,7 @@ class Recorder:
     def __init__(self, given: Batch) -> None:
         """`given` are the columns that a step begins with."""
         self.nodes: list[Node] = []
+        self.given = given
         self._given = {name: given.column(name) for name in given.names}
         self._rows = len(given)
         self._read: list[tuple[str, int]] = []  # a column, and the call that wrote it
@@ -98,6 +99,7 @@ class SymbolicModels:
 
     def __init__(self, builders: Mapping[str, Any], recorder: Recorder) -> None:
         self.memory: dict[str, Any] = {}
+        self.more_prompts = lambda: recorder.given
         self.step = 1
         for role, builder in builders.items():
             setattr(self, role, SymbolicHandle(role, handle_methods(builder), recorder))

@@ -3,7 +3,7 @@
 
 import ast
 import inspect
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,3 +178,30 @@ def test_without_a_multiplier_costs_are_only_watched() -> None:
     same = {"kl": cfg.kl, "lam": 1.0, "aggregation": cfg.aggregation, "value_clip": 5.0}
     plain = ppo.compute_advantage(_batch(), ppo.Settings(**same), {})
     np.testing.assert_allclose(safe["returns"], plain["returns"], rtol=1e-6)
+
+
+def test_flat_groups_make_room_for_others() -> None:
+    """Groups 0 and 2 of three are flat; a new batch brings two that are not, and one that is."""
+
+    class Role:
+        def generate_sequences(self, prompts: Batch) -> Batch:
+            return Batch(response_mask=np.ones((len(prompts), 2), bool))
+
+        def compute_reward(self, batch: Batch) -> Batch:
+            return Batch(score=scores.pop())
+
+    def a_batch() -> Batch:
+        rows = np.arange(6, dtype=np.int32)
+        return Batch(row_id=rows, uid=rows.astype(np.int64) // 2)
+
+    scores = [np.array([0, 1, 5, 6, 7, 7], np.float32)]
+    m = SimpleNamespace(actor=Role(), reward=Role(), more_prompts=a_batch)
+    first = a_batch() | {
+        "response_mask": np.ones((6, 2), bool),
+        "score": np.array([1, 1, 2, 3, 4, 4], np.float32),
+    }
+    batch = grpo.refilled(m, first, 3)
+    assert batch["score"].tolist() == [2, 3, 0, 1, 5, 6]
+    assert batch["row_id"].tolist() == [2, 3, 6, 7, 8, 9]
+    assert len(np.unique(batch["uid"])) == 3
+    assert scores == []  # no third batch was asked for
