@@ -54,10 +54,10 @@ def step(m: Any, pairs: Batch, cfg: Settings) -> tuple[Batch, Any]:
 
 
 def evaluate(m: Any, pairs: Batch, cfg: Settings) -> dict[str, np.ndarray]:
-    """accuracy (N,): whether the policy, against the reference, prefers the chosen answer."""
+    """accuracy (N,): 1 where the policy, against the reference, prefers the chosen answer."""
     batch = pairs | m.actor.compute_log_prob(pairs) | m.reference.compute_ref_log_prob(pairs)
     columns = (batch["old_log_probs"], batch["ref_log_prob"], batch["response_mask"])
-    return {"accuracy": np.asarray(_margins(*columns, loss=cfg.loss) > 0, np.float32)}
+    return {"accuracy": preferences.accuracy(_margins(*columns, loss=cfg.loss))}
 
 
 def _margins(logp_BT: jax.Array, ref_BT: jax.Array, mask_BT: jax.Array, *, loss: str) -> jax.Array:

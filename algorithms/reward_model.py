@@ -50,9 +50,9 @@ def step(m: Any, pairs: Batch, cfg: Settings) -> tuple[Batch, Any]:
 
 
 def evaluate(m: Any, pairs: Batch, cfg: Settings) -> dict[str, np.ndarray]:
-    """accuracy (N,): whether the chosen answer has the higher score."""
+    """accuracy (N,): 1 where the chosen answer has the higher score."""
     chosen_N, rejected_N = preferences.paired(m.reward_model.compute_reward(pairs)["score"])
-    return {"accuracy": np.asarray(chosen_N > rejected_N, np.float32)}
+    return {"accuracy": preferences.accuracy(chosen_N - rejected_N)}
 
 
 def preference_loss(

@@ -22,7 +22,8 @@ from pathlib import Path
 
 LEARNED = 0.8
 CONTROL_RISE = 0.05
-ACCURACY = "val-core/sums/reward/mean@1"
+ACCURACY = {"val-core/sums/reward/mean@1", "val-core/accuracy"}  # of sums, or of pairs of them
+PAIRED = ("dpo", "reward_model")
 REWARDS = {"sums": "hfjax.arithmetic:sum_reward", "random": "hfjax.arithmetic:random_reward"}
 DEADLINE_S = 1800
 
@@ -30,13 +31,12 @@ DEADLINE_S = 1800
 def run(algorithm: str, seed: int, reward: str, out: Path, runtime: str) -> dict[str, float]:
     """Accuracy at the start and at the end, and the seconds from the first step to the last."""
     command = [sys.executable, "-m", "hfjax.cli", "train", algorithm, "--seed", str(seed)]
-    command += ["--reward.function", REWARDS[reward], "--reward.eval-function", REWARDS["sums"]]
-    command += ["--runtime", runtime, "--out", str(out)]
+    command += [*teaching(algorithm, reward), "--runtime", runtime, "--out", str(out)]
     begin_s = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
     wall_s = time.perf_counter() - begin_s
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    accuracy = [record[ACCURACY] for record in records if ACCURACY in record]
+    accuracy = [record[name] for record in records for name in ACCURACY & record.keys()]
     names = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
     training_s = sum(record.get(name, 0.0) for record in records for name in names)
     return {
@@ -46,6 +46,14 @@ def run(algorithm: str, seed: int, reward: str, out: Path, runtime: str) -> dict
         "training_s": training_s,
         "wall_s": wall_s,
     }
+
+
+def teaching(algorithm: str, reward: str) -> list[str]:
+    """Options that say what is learned from; the evaluation is the same."""
+    if algorithm in PAIRED:
+        pairs = {"sums": "sums-pairs", "random": "sums-pairs-random"}[reward]
+        return ["--data.train", pairs, "--data.eval", "sums-pairs", "--eval-every", "20"]
+    return ["--reward.function", REWARDS[reward], "--reward.eval-function", REWARDS["sums"]]
 
 
 def passed(reward: str, row: dict[str, float]) -> bool:

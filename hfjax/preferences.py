@@ -6,6 +6,7 @@ A pair counts where both of its rows have trained tokens; rows that fill a shape
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hfjax.metrics import Mean
 from hfjax.rl import Denominators
@@ -21,6 +22,11 @@ def paired(x_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rows 2i and the rows 2i + 1: chosen and rejected answers of pair i."""
     x_N2 = jnp.asarray(x_B).reshape(-1, 2)
     return x_N2[:, 0], x_N2[:, 1]
+
+
+def accuracy(margin_N: jax.Array) -> np.ndarray:
+    """1 where the chosen answer leads, 1/2 where the two are equal: what tossing gives."""
+    return (0.5 + 0.5 * np.sign(np.asarray(margin_N, np.float32))).astype(np.float32)
 
 
 def mean_over_pairs(loss_N: jax.Array, mask_BT: jax.Array, denominators: Denominators) -> jax.Array:

@@ -10,7 +10,7 @@ from benchmarks.learning import passed, run
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "rloo", "reinforce_pp"])
 @pytest.mark.parametrize("reward", ["sums", "random"])
 def test_reinforcement_learns_what_is_rewarded(algorithm: str, reward: str, tmp_path: Path) -> None:
     row = run(algorithm, 0, reward, tmp_path / "run", "local")
