@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimisation: no critic, the group is the baseline (arXiv 2402.03300).
 
-Its kin are settings: Dr. GRPO (arXiv 2503.20783) normalize=none and aggregation
-seq-mean-token-sum-norm; DAPO (arXiv 2503.14476) clip_high=0.28, overlong_from,
-dynamic_batches; GSPO (arXiv
-2507.18071) ratio=sequence, aggregation seq-mean-token-mean and clips near 3e-4.
+Its kin are settings. Dr. GRPO (arXiv 2503.20783): normalize=none, aggregation
+seq-mean-token-sum-norm. DAPO (arXiv 2503.14476): clip_high=0.28, kl.where=none, overlong_from,
+dynamic_batches. GSPO (arXiv 2507.18071): ratio=sequence, aggregation seq-mean-token-mean, clips
+near 3e-4.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import finalize, stage
-from hfjax.policy import PolicySettings, actor, reference
+from hfjax.policy import PolicySettings, actor, old_log_probs, reference
 from hfjax.roles import Reward
 
 
@@ -63,34 +63,39 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    batch |= m.reward.compute_reward(batch)
     if cfg.dynamic_batches > 1:
         batch = refilled(m, batch, cfg.dynamic_batches - 1)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
+    if cfg.dynamic_batches == 1:
+        batch |= m.reward.compute_reward(batch)
     batch |= compute_advantage(batch, cfg)
     return batch, m.actor.update_actor(batch)
 
 
 def refilled(m: Any, batch: Batch, more: int) -> Batch:
-    """The batch with groups that teach nothing replaced by others, from up to `more` new batches.
+    """The batch, scored, its groups that teach nothing replaced from up to `more` new batches.
 
     DAPO's dynamic sampling (arXiv 2503.14476 §3.2). Where too few are found, flat groups stay: they
-    count in the loss's divisor.
+    count in the loss's divisor. The columns come to the controller.
     """
     rows = len(batch)
-    for _ in range(more):
-        if not flat_rows(batch).any():
-            break
+    batch |= m.reward.compute_reward(batch)
+    drawn = 1
+    while drawn <= more and flat_rows(batch).any():
         prompts = m.more_prompts()
-        prompts |= {"row_id": prompts["row_id"] + np.int32(batch["row_id"].max() + 1)}
+        prompts |= {
+            "row_id": prompts["row_id"] + np.int32(drawn * rows),
+            "uid": prompts["uid"] + drawn * rows,
+        }
         fresh = prompts | m.actor.generate_sequences(prompts)
         fresh |= m.reward.compute_reward(fresh)
-        fresh |= {"uid": fresh["uid"] + batch["uid"].max() + 1}
         both = Batch.concat([batch, fresh.columns(*batch.names)])
         batch = both.select(np.argsort(flat_rows(both), kind="stable")[:rows])
-    return batch
+        drawn += 1
+    metrics = {"dynamic/batches": float(drawn), "dynamic/flat": float(flat_rows(batch).mean())}
+    return batch | Batch(metrics=metrics)
 
 
 def flat_rows(batch: Batch) -> np.ndarray:

@@ -16,6 +16,7 @@ from hfjax.metrics import Mean, stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    old_log_probs,
     reference,
     reward_columns,
     steer_kl,
@@ -51,7 +52,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     batch |= m.critic.compute_values(batch)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)

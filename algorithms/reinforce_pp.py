@@ -16,6 +16,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    old_log_probs,
     reference,
     reward_columns,
     steer_kl,
@@ -36,6 +37,10 @@ class Settings(PolicySettings):
         super().__post_init__()
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"algorithm.gamma={self.gamma}: must lie in [0, 1]")
+        if self.baseline == "group" and self.gamma != 1:
+            raise ValueError(
+                f"algorithm.gamma={self.gamma}: baseline=group has one number a row; leave it 1"
+            )
 
 
 def check(config: Any) -> None:
@@ -55,7 +60,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
@@ -68,17 +73,19 @@ def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Ba
     """What is still to come of a token's rewards, whitened over all tokens of the batch."""
     columns = reward_columns(batch, cfg.kl, memory)
     if cfg.baseline == "group":
-        valid_B = columns["response_mask"].any(-1)
-        score_B, _ = rl.grpo_advantages(
-            columns["score"], batch["uid"], normalize="none", valid_B=valid_B
-        )
-        columns |= {"score": np.asarray(score_B)}
+        reward_BT = token_rewards(columns, cfg.kl)["token_level_rewards"]
+        reward_B, valid_B = np.asarray(reward_BT).sum(-1), columns["response_mask"].any(-1)
+        centred_B, _ = rl.grpo_advantages(reward_B, batch["uid"], normalize="none", valid_B=valid_B)
+        columns |= {"centred": centred_B}
     return Batch(_advantage(columns, cfg=cfg), metrics=steer_kl(columns, cfg.kl, memory))
 
 
 @partial(jax.jit, static_argnames="cfg")
 def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Array]:
     mask_BT, rewards = columns["response_mask"], token_rewards(columns, cfg.kl)
-    returns_BT = rl.returns_to_go(rewards["token_level_rewards"], mask_BT, cfg.gamma)
+    if cfg.baseline == "group":  # the row's, on each of its tokens
+        returns_BT = rl.over_tokens(columns["centred"], mask_BT)
+    else:
+        returns_BT = rl.returns_to_go(rewards["token_level_rewards"], mask_BT, cfg.gamma)
     advantages_BT = rl.masked_whiten(returns_BT, mask_BT)
     return rewards | {"advantages": advantages_BT, "returns": returns_BT}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReMax: no critic, the score of the greedy response is the baseline (arXiv 2310.10505)."""
+"""ReMax: no critic, the score of the greedy response is the baseline (arXiv 2310.10505).
+
+With rollout.n above 1 the responses of a prompt share the baseline, which is computed for each.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    old_log_probs,
     reference,
     reward_columns,
     steer_kl,
@@ -30,6 +34,14 @@ class Settings(PolicySettings):
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
 
 
+def check(config: Any) -> None:
+    """Refuses settings of a whole run that ReMax cannot work with."""
+    if config.rollout.temperature == 0:
+        raise ValueError(
+            "rollout.temperature=0: ReMax compares sampled responses with greedy ones; use 1.0"
+        )
+
+
 def roles(cfg: Settings) -> dict[str, Any]:
     """Role classes with their losses and the columns those read."""
     return {"actor": actor(cfg), "reward": partial(Reward)} | reference(cfg)
@@ -39,7 +51,7 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Two generations, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
     greedy = prompts | m.actor.generate_sequences(prompts, greedy=True)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)

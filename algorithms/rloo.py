@@ -14,6 +14,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    old_log_probs,
     reference,
     reward_columns,
     steer_kl,
@@ -46,7 +47,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)

@@ -21,6 +21,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    old_log_probs,
     reference,
     reward_columns,
     steer_kl,
@@ -33,8 +34,9 @@ LOG_MULTIPLIER, COSTS = "log_multiplier", "episode_costs"  # in the algorithm's 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PolicySettings):
-    """Safe RLHF's constants; defaults are its authors'."""
+    """Safe RLHF's constants; defaults are its authors', who also clip token rewards at 50."""
 
+    dual_clip: float = 0.0  # bounds the loss of negative advantages; 0: it does not
     cost_limit: float = 0.0  # mean cost of a response that is allowed
     multiplier: float = 1.0  # lambda at the start; 0: costs are only watched
     multiplier_lr: float = 0.1  # of its logarithm
@@ -60,6 +62,11 @@ class Settings(PolicySettings):
                 f"algorithm.multiplier={self.multiplier}: must lie in [0, multiplier_max="
                 f"{self.multiplier_max}]"
             )
+        if self.multiplier == 0 and self.cost_limit:
+            raise ValueError(
+                f"algorithm.cost_limit={self.cost_limit}: nothing holds costs down with "
+                "multiplier=0; leave it 0"
+            )
 
 
 def roles(cfg: Settings) -> dict[str, Any]:
@@ -80,7 +87,7 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Generation, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    batch |= m.actor.compute_log_prob(batch)
+    batch |= old_log_probs(m, batch, cfg)
     batch |= m.critic.compute_values(batch)
     if cfg.cost_critic:
         batch |= m.cost_critic.compute_values(batch).renamed(values="cost_values")
@@ -101,7 +108,8 @@ def compute_advantage(batch: Batch, cfg: Settings, memory: dict[str, Any]) -> Ba
     columns |= {"cost_values": batch["cost_values"]} if cfg.cost_critic else {}
     valid_B = columns["response_mask"].any(-1)
     mean, multiplier = step_multiplier(columns["cost"][valid_B], cfg, memory)
-    metrics = {"cost/mean": mean, "cost/multiplier": multiplier}
+    metrics = {"lagrange/cost_mean": mean, "lagrange/lambda": multiplier}
+    metrics |= {"cost/score/mean": float(columns["cost"][valid_B].mean())} if valid_B.any() else {}
     more = _advantage(columns | {"multiplier": np.float32(multiplier)}, cfg=cfg)
     return Batch(more, metrics=metrics | steer_kl(columns, cfg.kl, memory))
 
@@ -111,15 +119,17 @@ def step_multiplier(
 ) -> tuple[float, float]:
     """Mean cost of the last responses, and lambda: log lambda += lr lambda (mean - limit).
 
-    lambda 0 stays: its gradient is 0.
+    lambda 0 stays: its gradient is 0. Costs that are no numbers are left out; without any the
+    multiplier stays.
     """
-    costs = [*memory.get(COSTS, []), *map(float, cost_B)][-cfg.cost_window :]
+    finite = [float(cost) for cost in cost_B if np.isfinite(cost)]
+    memory[COSTS] = costs = [*memory.get(COSTS, []), *finite][-cfg.cost_window :]
     mean = float(np.mean(costs)) if costs else 0.0
-    memory[COSTS] = costs
     if cfg.multiplier == 0:
         return mean, 0.0
     log = memory.get(LOG_MULTIPLIER, float(np.log(cfg.multiplier)))
-    log += cfg.multiplier_lr * float(np.exp(log)) * (mean - cfg.cost_limit)
+    if finite:
+        log += cfg.multiplier_lr * float(np.exp(log)) * (mean - cfg.cost_limit)
     memory[LOG_MULTIPLIER] = log = min(log, float(np.log(cfg.multiplier_max)))
     return mean, float(np.exp(log))
 

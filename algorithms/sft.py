@@ -24,6 +24,13 @@ class Settings:
 
     aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
 
+    def __post_init__(self) -> None:
+        if self.aggregation == "seq-mean-token-sum-norm":
+            raise ValueError(
+                "algorithm.aggregation='seq-mean-token-sum-norm': fine-tuning has no length to "
+                "divide by; use 'seq-mean-token-sum'"
+            )
+
 
 def roles(cfg: Settings) -> dict[str, Any]:
     """The actor alone."""

@@ -113,14 +113,20 @@ def left_behind(models: Models, steps: int) -> tuple[float, float]:
     """Bytes in the object store before and after so many steps of ten megabytes."""
     batch = Batch(x=np.zeros((ROWS, 10 * 250_000 // ROWS), np.float32))
     models.drain()
-    before = store_used()
+    before = settled(0.0)
     for _ in range(steps):
         models.b.second(models.a.first(batch))["z"]
         models.drain()
-    until = time.monotonic() + SETTLE_S
-    while store_used() > before + 4e6 and time.monotonic() < until:
-        time.sleep(0.2)
-    return before, store_used()
+    return before, settled(before)
+
+
+def settled(least: float) -> float:
+    """What the store holds when it has come down to `least`, or has stopped falling."""
+    until, last = time.monotonic() + SETTLE_S, float("inf")
+    while (used := store_used()) > least + 4e6 and used < last and time.monotonic() < until:
+        last = used
+        time.sleep(2.0)
+    return store_used()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,7 +3,8 @@
 
     python -m benchmarks.overlap [--placements cpu8_colocate cpu8_split] [--steps 6] [--out DIR]
 
-Exit status 1 when calls of one pool overlap, or none do of a placement that has several. Simulated
+Exit status 1 when calls of one pool overlap, or where a placement has several and neither
+preparation nor training does. Simulated
 devices share the cores of this host: overlap shows in the picture more than in the seconds.
 """
 
@@ -25,6 +26,11 @@ DEADLINE_S = 1200  # of a run
 WARM = 2  # first steps, which compile
 COLUMNS = 72  # of the picture
 TOLERANCE_S = 1e-4  # of two clocks of one host
+DRIVER = "driver"  # the pool of roles beside the controller: a reward function
+BESIDE = {  # what two pools must do side by side
+    frozenset(("critic.compute_values", "reference.compute_ref_log_prob")),
+    frozenset(("critic.update_critic", "actor.update_actor")),
+}
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,10 @@ def read_bars(path: Path) -> list[Bar]:
 
 
 def inside(bars: Sequence[Bar]) -> float:
-    """The most seconds that two calls of one process share; 0 where they keep their order."""
-    same = (a.shared_s(b) for a, b in combinations(bars, 2) if (a.pool, a.rank) == (b.pool, b.rank))
+    """The most seconds that two calls of one pool share, on any of its processes."""
+    same = (
+        a.shared_s(b) for a, b in combinations(bars, 2) if a.pool == b.pool and a.name != b.name
+    )
     return max(0.0, max(same, default=0.0))
 
 
@@ -105,7 +113,7 @@ def run(placement: str, steps: int, out: Path) -> list[dict[str, Any]]:
 
 def report(placement: str, records: Sequence[dict[str, Any]], bars: Iterable[Bar]) -> bool:
     """Prints what overlapped in the steps after warm-up; whether it is as it must be."""
-    warm = [bar for bar in bars if bar.step > WARM]
+    warm = [bar for bar in bars if bar.step > WARM and bar.pool != DRIVER]
     steps = sorted({bar.step for bar in warm})
     pools = {bar.pool for bar in warm}
     step_s = statistics.median(record["timing_s/step"] for record in records)
@@ -119,7 +127,8 @@ def report(placement: str, records: Sequence[dict[str, Any]], bars: Iterable[Bar
     for (one, other), seconds in sorted(shared.items(), key=lambda item: -item[1]):
         print(f"  {seconds * 1e3:8.1f} ms a step  {one} beside {other}")
     print(picture([bar for bar in warm if bar.step == steps[-1]]), flush=True)
-    return wrong_s <= TOLERANCE_S and (len(pools) < 2 or bool(shared))
+    found = {frozenset(names) for names in shared}
+    return wrong_s <= TOLERANCE_S and (len(pools) < 2 or found >= BESIDE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,8 @@ import importlib.util
 import re
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from hfjax.batch import Batch
 from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
 from hfjax.controller.graph import Node, trace
 from hfjax.items import PROMPTS, Example, Pair, Prompt
+from hfjax.rewards import FunctionCost, FunctionReward
 from hfjax.roles import TrainedRole, role_class
 
 PARTS = ("Settings", "roles", "step")  # what makes a module an algorithm
@@ -61,15 +63,20 @@ def main_role(roles: Mapping[str, Any]) -> str:
     return "actor" if "actor" in trained else trained[0]
 
 
-def dataflow(algorithm: ModuleType, settings: Any) -> list[Node]:
-    """The calls of one step under these settings, from two prompts of two answers each."""
+def dataflow(algorithm: ModuleType, settings: Any, scores: Collection[str] = ()) -> list[Node]:
+    """The calls of one step under these settings, from two prompts of two answers each.
+
+    `scores` names the roles whose scores are a function's (reward, cost), not a model's.
+    """
     kind = getattr(algorithm, "DATA", PROMPTS)
     example = Example([1, 2, 3], [False, True, True])
     item = {"prompts": Prompt([1, 2], "", "", ""), "pairs": Pair(example, example)}.get(
         kind.name, example
     )
     given = Batch(kind.collate([item, item], 2 // kind.rows))
-    return trace(algorithm.step, algorithm.roles(settings), settings, given)
+    functions = {"reward": partial(FunctionReward), "cost": partial(FunctionCost)}
+    builders = algorithm.roles(settings) | {role: functions[role] for role in scores}
+    return trace(algorithm.step, builders, settings, given)
 
 
 def config_class(algorithm: ModuleType) -> type:

@@ -11,10 +11,10 @@ from typing import Any
 
 COMMANDS = {
     "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
-    "ALGORITHM is ppo, grpo, sft, a module or a .py file; train ppo --help lists its settings",
+    "ALGORITHM is ppo, grpo, dpo, ..., a module or a .py file; train ppo --help lists its settings",
     "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
     "waits for",
-    "export": "export RUN DIR    the actor of a run's newest checkpoint, in Hugging Face format",
+    "export": "export RUN DIR    the actor (or reward model) of a run, in Hugging Face format",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
 FORM = "write --SECTION.KEY VALUE, and --KEY or --no-KEY for a switch"
@@ -76,7 +76,9 @@ def graph(arguments: list[str]) -> None:
     from hfjax.controller.graph import text
 
     module = named_algorithm(arguments)
-    print(text(dataflow(module, parse(module, arguments[1:]).algorithm)))
+    config = parse(module, arguments[1:], "graph")
+    scores = [n for n in ("reward", "cost") if getattr(getattr(config, n, None), "function", "")]
+    print(text(dataflow(module, config.algorithm, scores)))
 
 
 def named_algorithm(arguments: list[str]) -> Any:
@@ -89,7 +91,7 @@ def named_algorithm(arguments: list[str]) -> Any:
     return algorithm.load_algorithm(arguments[0])
 
 
-def parse(module: Any, arguments: list[str]) -> Any:
+def parse(module: Any, arguments: list[str], command: str = "train") -> Any:
     """Settings: defaults, the embedded model's recipe, --config, then the command line."""
     import tyro
 
@@ -107,7 +109,7 @@ def parse(module: Any, arguments: list[str]) -> Any:
     own = {argument[2:].split("=")[0].replace("-", "_") for argument in rest}
     base = default_config(module, model, known.config, own=own)
     check_options(type(base), rest)
-    prog = f"hfjax train {algorithm_name(module)}"
+    prog = f"hfjax {command} {algorithm_name(module)}"
     return tyro.cli(
         type(base),
         prog=prog,

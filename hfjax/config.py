@@ -8,7 +8,7 @@ import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tomli_w
 
@@ -79,17 +79,27 @@ class RewardConfig:
     deadline_s: float = 30.0  # seconds one response may take
     on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training
 
+    section: ClassVar[str] = "reward"
+
     def __post_init__(self) -> None:
-        _require(self.workers >= 1, "reward.workers", self.workers, "at least 1")
-        _require(self.deadline_s > 0, "reward.deadline_s", self.deadline_s, "seconds above 0")
+        at = self.section
+        _require(self.workers >= 1, f"{at}.workers", self.workers, "at least 1")
+        _require(self.deadline_s > 0, f"{at}.deadline_s", self.deadline_s, "seconds above 0")
         both = bool(self.function) and bool(self.model)
         given = f"{self.function} and {self.model}"
-        _require(not both, "reward.function and reward.model", given, "one of the two")
+        _require(not both, f"{at}.function and {at}.model", given, "one of the two")
         for field in dataclasses.fields(self) if self.model else ():
             value = getattr(self, field.name)
             legal = field.name == "model" or value == field.default
-            rule = f"left at {field.default!r} with reward.model: it is for functions"
-            _require(legal, f"reward.{field.name}", value, rule)
+            rule = f"left at {field.default!r} with {at}.model: it is for functions"
+            _require(legal, f"{at}.{field.name}", value, rule)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CostConfig(RewardConfig):
+    """Where costs come from, as scores do."""
+
+    section: ClassVar[str] = "cost"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +121,10 @@ class KLConfig:
         rule = "0, or above it with kl.where=reward, whose coefficient is not compiled in"
         _require(legal, "kl.target", self.target, rule)
         _require(0 < self.horizon < math.inf, "kl.horizon", self.horizon, "above 0, and finite")
+        legal = self.target == 0 or self.coef > 0
+        _require(legal, "kl.coef", self.coef, "above 0 with kl.target, which multiplies it")
+        legal = self.target > 0 or self.horizon == KLConfig.horizon
+        _require(legal, "kl.horizon", self.horizon, f"{KLConfig.horizon} without kl.target")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +163,7 @@ SECTIONS: dict[str, type] = {
     "actor": TrainingConfig,
     "critic": TrainingConfig,
     "reward": RewardConfig,
-    "cost": RewardConfig,
+    "cost": CostConfig,
 }
 
 

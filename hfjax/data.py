@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.items import PROMPTS, Columns, DataConfig, Kind, load_items
+from hfjax.items import PROMPTS, Columns, DataConfig, Kind, Pair, load_items
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,8 @@ class Source:
 
 def extent(items: Sequence[Any]) -> tuple[int, int]:
     """Tokens of the longest item, and the highest id in any."""
-    return max(len(item.ids) for item in items), max(max(item.ids) for item in items)
+    rows = [row for item in items for row in (item if isinstance(item, Pair) else (item,))]
+    return max(len(row.ids) for row in rows), max(max(row.ids) for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

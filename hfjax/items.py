@@ -67,8 +67,8 @@ class Pair(NamedTuple):
 
     @property
     def ids(self) -> list[int]:
-        """Those of the longer answer's row."""
-        return max(self.chosen.ids, self.rejected.ids, key=len)
+        """Those of both rows."""
+        return [*self.chosen.ids, *self.rejected.ids]
 
 
 class Kind(NamedTuple):
@@ -214,11 +214,25 @@ def parse_pair(row: Row, tokenizer: Tokenizer, config: DataConfig) -> Pair:
 
 
 def _answered(row: Row, key: str, tokenizer: Tokenizer, config: DataConfig) -> Example:
-    """The row's prompt followed by the text in its column `key`."""
+    """The row's prompt followed by its column `key`: a text, or messages after a prompt of these.
+
+    Of a conversation only what follows the prompt is trained.
+    """
+    prompt_is_chat = isinstance(row.get(config.prompt_key), list)
+    if isinstance(row.get(key), list) and not prompt_is_chat:
+        raise ValueError(
+            f"{key} is messages and {config.prompt_key} is not: make both one or both the other"
+        )
+    if prompt_is_chat:
+        before = _messages(row, config.prompt_key)
+        turn = [{"role": "assistant", "content": row.get(key)}]
+        after = _messages(row, key) if isinstance(row.get(key), list) else turn
+        if not isinstance(row.get(key), list):
+            _text(row, key)
+        ids, trained = tokenizer.encode_chat([*before, *after])
+        start = len(tokenizer.apply_chat_template(before, add_generation_prompt=False))
+        return Example(ids, [at >= start and is_trained for at, is_trained in enumerate(trained)])
     response = _text(row, key)
-    if isinstance(row.get(config.prompt_key), list):
-        turn = {"role": "assistant", "content": response}
-        return Example(*tokenizer.encode_chat([*_messages(row, config.prompt_key), turn]))
     prompt = tokenizer.encode(_text(row, config.prompt_key))
     answer = [*tokenizer.encode(response, add_bos=False), *tokenizer.stop_ids]
     return Example(prompt + answer, [False] * len(prompt) + [True] * len(answer))

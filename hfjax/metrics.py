@@ -163,6 +163,13 @@ def _lengths(
     return out
 
 
+SEEN = (  # columns that batch_metrics reads
+    *("length", "prompt_length", "truncated", "score", "response_mask"),
+    *("token_level_scores", "token_level_rewards", "advantages", "returns", "values", "entropy"),
+    *("rollout_log_probs", "old_log_probs"),
+)
+
+
 def batch_metrics(
     columns: Mapping[str, Any], *, max_prompt_length: int | None = None, replicas: int = 1
 ) -> dict[str, float]:

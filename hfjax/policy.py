@@ -20,6 +20,7 @@ from hfjax.roles import Reference
 
 KL_COEF = "kl_coef"  # in the algorithm's memory
 ROLLOUT = "rollout_truncated_log_probs"  # of the distribution that was sampled from
+WEIGHTS = ("token", "sequence")  # corrections that are part of the loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class PolicySettings:
             raise ValueError(f"algorithm.entropy_coef={self.entropy_coef}: must be finite")
         if not 1 < self.rollout_cap < float("inf"):
             raise ValueError(f"algorithm.rollout_cap={self.rollout_cap}: must be above 1, as 2.0")
+        if self.rollout_cap != 2.0 and self.rollout_correction == "none":
+            raise ValueError(
+                f"algorithm.rollout_cap={self.rollout_cap}: nothing is capped with "
+                "rollout_correction='none'; set that too"
+            )
         rl.check_aggregation(self.aggregation, self.aggregation_length)
         if self.aggregation_length and self.aggregation != "seq-mean-token-sum-norm":
             raise ValueError(
@@ -54,13 +60,28 @@ class PolicySettings:
 def actor(cfg: PolicySettings, *columns: str) -> Any:
     """The policy under this loss; `columns` are read beside old log-probs and advantages."""
     more = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
-    more += (ROLLOUT,) if cfg.rollout_correction != "none" else ()
+    more += (ROLLOUT,) if cfg.rollout_correction in WEIGHTS else ()
     return partial(
         Actor,
         loss=partial(policy_loss, cfg=cfg),
         columns=("old_log_probs", "advantages", *more, *columns),
         loss_entropy=cfg.entropy_coef != 0,
     )
+
+
+def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
+    """The actor's pass over what was sampled; with "reject" the mask of the rows that are kept.
+
+    Refused rows leave every loss, statistic and divisor, as those whose reward failed do.
+    """
+    scored = m.actor.compute_log_prob(batch)
+    if cfg.rollout_correction != "reject":
+        return scored
+    mask_BT = batch["response_mask"]
+    kept_B = rl.kept_rows(scored["old_log_probs"], batch[ROLLOUT], mask_BT, cfg.rollout_cap)
+    refused = float((mask_BT.any(-1) & ~kept_B).sum())
+    metrics = {"rollout_corr/rollout_rs_masked": refused}
+    return scored | Batch(response_mask=mask_BT & kept_B[:, None], metrics=metrics)
 
 
 def reference(cfg: PolicySettings) -> dict[str, Any]:
@@ -87,7 +108,7 @@ def policy_loss(
         dual_clip=cfg.dual_clip or None,
         ratio=cfg.ratio,
     )
-    if cfg.rollout_correction != "none":
+    if cfg.rollout_correction in WEIGHTS:
         weights_BT, more = rl.rollout_weights(
             batch["old_log_probs"],
             batch[ROLLOUT],

@@ -38,7 +38,8 @@ def mean_over_pairs(loss_N: jax.Array, mask_BT: jax.Array, denominators: Denomin
 def pair_metrics(margin_N: jax.Array, mask_BT: jax.Array) -> dict[str, Mean]:
     """The share of pairs whose chosen answer leads, and by how much."""
     real_N = _real_pairs(mask_BT)
-    return {"accuracy": Mean.of(margin_N > 0, real_N), "margin": Mean.of(margin_N, real_N)}
+    leads_N = 0.5 + 0.5 * jnp.sign(margin_N)  # an equal margin is half right
+    return {"accuracy": Mean.of(leads_N, real_N), "margin": Mean.of(margin_N, real_N)}
 
 
 def _real_pairs(mask_BT: jax.Array) -> jax.Array:

@@ -61,9 +61,11 @@ class Plan:
 
     @property
     def eval_rows(self) -> int:
-        """Rows of an evaluation batch: what a step's memory allows, no more than there are."""
-        there = len(self.held_out.items) if self.held_out else 0
-        return min(max(EVAL_ROWS, self.rows), there)
+        """Items of an evaluation batch: what a step's memory allows, no more than there are."""
+        if self.held_out is None:
+            return 0
+        items = max(EVAL_ROWS, self.rows) // self.held_out.rows
+        return min(items, len(self.held_out.items))
 
     @property
     def main(self) -> str:

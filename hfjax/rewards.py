@@ -293,12 +293,13 @@ class FunctionReward:
     """A Python function of texts, run in worker processes beside the controller."""
 
     on_driver = True
+    section = "reward"  # its settings
 
     def __init__(self, context: RoleContext, *, model: str, reward: RewardConfig) -> None:
         self.tokenizer = load_tokenizer(model)
-        self.pool = self.eval_pool = _pool(reward, "function")
+        self.pool = self.eval_pool = _pool(reward, self.section, "function")
         if reward.eval_function:
-            self.eval_pool = _pool(reward, "eval_function")
+            self.eval_pool = _pool(reward, self.section, "eval_function")
 
     @method(
         ONE_TO_ALL,
@@ -328,6 +329,8 @@ class FunctionReward:
 class FunctionCost(FunctionReward):
     """A Python function of texts that says what a response costs."""
 
+    section = "cost"
+
     @method(ONE_TO_ALL, reads=READS, writes=("cost", "response_mask"))
     def compute_cost(self, shard: Shard) -> Answer:
         """cost (B,); rows that failed are masked out."""
@@ -337,10 +340,10 @@ class FunctionCost(FunctionReward):
         return Answer(columns, answer.rows, {"cost/failed": answer.metrics["reward/failed"]})
 
 
-def _pool(reward: RewardConfig, setting: str) -> RewardPool:
+def _pool(reward: RewardConfig, section: str, setting: str) -> RewardPool:
     """Processes of the function that a setting names."""
     how = {name: getattr(reward, name) for name in ("workers", "deadline_s", "on_error")}
     try:
         return RewardPool(getattr(reward, setting), **how)
     except ValueError as error:
-        raise ValueError(f"reward.{setting}: {error}") from error
+        raise ValueError(f"{section}.{setting}: {error}") from error

@@ -187,11 +187,13 @@ def policy_loss(
     max(-A r, -A clip(r, 1-ε_low, 1+ε_high)) (arXiv 1707.06347 eq. 7), and where A < 0 at most
     -A c (dual clip, arXiv 1912.09729 eq. 5; on at c = 3 as in verl, off in most others). r is the
     token's ratio to the old policy, or with `ratio` "sequence" the geometric mean of its row's,
-    with the gradient of the token's (GSPO, arXiv 2507.18071 eq. 14).
+    with the gradient of the token's (GSPO, arXiv 2507.18071 eq. 14); both clamped to exp(±20).
     Metrics: pg_clipfrac, where the clipped term is the larger; pg_clipfrac_lower, where the dual
     clip acts; ppo_kl, the k1 estimate of KL(old || new); ppo_kl_k3, the same by k3, never negative.
     """
     check_policy_clip(eps_low, eps_high, dual_clip)
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio={ratio!r} is unknown; use 'token' or 'sequence'")
     log_ratio_BT = _under(mask_BT, logp_BT) - _under(mask_BT, old_logp_BT)
     advantages_BT = _under(mask_BT, advantages_BT)
     used_BT = log_ratio_BT if ratio == "token" else _sequence_log_ratio(log_ratio_BT, mask_BT)
@@ -221,38 +223,32 @@ Correction = Literal["none", "token", "sequence", "reject"]
 
 
 def rollout_weights(
-    old_logp_BT: jax.Array,
-    rollout_logp_BT: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    mode: Correction,
-    cap: float,
+    old_logp_BT: jax.Array, rollout_logp_BT: jax.Array, mask_BT: jax.Array, *, mode: str, cap: float
 ) -> tuple[jax.Array, dict[str, Mean]]:
     """Importance of sampled tokens where the sampler's distribution was another, and its metrics.
 
     w = exp(old - rollout). token: min(w, cap) (truncated importance sampling); sequence: the same
-    of the row's product; reject: 1, and 0 for rows whose product lies outside [1/cap, cap]. No
-    gradient passes. What a rejected row would add to the loss is 0; the divisors keep its tokens.
+    of the row's product. No gradient passes.
     """
+    if mode not in ("token", "sequence"):
+        raise ValueError(f"rollout correction {mode!r} has no weights; use 'token' or 'sequence'")
     log_BT = _under(mask_BT, old_logp_BT) - _under(mask_BT, rollout_logp_BT)
-    row_B = log_BT.sum(-1)
-    if mode == "token":
-        capped_BT = jnp.minimum(log_BT, math.log(cap))
-        outside_BT = log_BT > math.log(cap)
-    else:
-        bounded_B = jnp.minimum(row_B, math.log(cap))
-        outside_B = row_B > math.log(cap)
-        if mode == "reject":
-            outside_B = jnp.abs(row_B) > math.log(cap)
-            bounded_B = jnp.where(outside_B, -jnp.inf, 0.0)
-        capped_BT = jnp.broadcast_to(bounded_B[:, None], log_BT.shape)
-        outside_BT = jnp.broadcast_to(outside_B[:, None], log_BT.shape)
-    weights_BT = jax.lax.stop_gradient(jnp.exp(capped_BT))
+    if mode == "sequence":
+        log_BT = jnp.broadcast_to(log_BT.sum(-1, keepdims=True), log_BT.shape)
+    weights_BT = jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_BT, math.log(cap))))
     metrics = {
         "rollout_is_mean": Mean.of(weights_BT, mask_BT),
-        "rollout_is_outside": Mean.of(outside_BT, mask_BT),
+        "rollout_is_ratio_fraction_high": Mean.of(log_BT > math.log(cap), mask_BT),
     }
     return weights_BT, metrics
+
+
+def kept_rows(
+    old_logp_BT: np.ndarray, rollout_logp_BT: np.ndarray, mask_BT: np.ndarray, cap: float
+) -> np.ndarray:
+    """(B,) whether the product of a row's ratios exp(old - rollout) lies in [1/cap, cap]."""
+    gap_BT = np.where(mask_BT, old_logp_BT, 0) - np.where(mask_BT, rollout_logp_BT, 0)
+    return np.abs(gap_BT.sum(-1, dtype=np.float64)) <= math.log(cap)
 
 
 def value_loss(

@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+import json
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import RECEIVE, SEND, start
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
+    SEEN,
     Mean,
     Metric,
     MetricLog,
@@ -127,7 +129,7 @@ class Run:
         )
         self.models.more_prompts = lambda: Batch(plan.source.next_batch())
         if self.done:
-            self.models.memory |= self.store.load_meta(self.done)["memory"]
+            self.models.memory |= self.store.load_meta(self.done).get("memory", {})
         try:  # nothing is written before
             self.store.make_root()
             open_directory(self.out, self.done, config, plan.placement, about)
@@ -183,9 +185,10 @@ class Run:
         try:
             batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
             record = dict(batch.metrics.result()) | dict(metrics.result())
-            columns = batch.resolved()
+            columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
+        self.models.memory = json.loads(json.dumps(self.models.memory))  # as a checkpoint has it
         calls = self.models.drain()
         spans = taken_spans()
         if self.timeline:
@@ -206,7 +209,7 @@ class Run:
         record["training/epoch"] = self.plan.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.plan.rollout:
-            self.log.samples(step, self._samples(Batch(columns)))
+            self.log.samples(step, self._samples(batch))
         return record
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:

@@ -51,8 +51,11 @@ class Recorder:
         self._read: list[tuple[str, int]] = []  # a column, and the call that wrote it
         self._arithmetic: int | None = None
 
-    def call(self, role: str, method: str, declared: Method, batch: Batch, **kwargs: Any) -> Any:
+    def call(self, role: str, method: str, declared: Method, *args: Any, **kwargs: Any) -> Any:
         """Enters a role's call; columns, or metrics, that stand for what it gives."""
+        if not declared.takes_batch:
+            return self._enter(role, method, frozenset(), (), ())
+        (batch,) = args
         optional = tuple(name for name in declared.optional if name in batch)
         reads = (*declared.reads, *optional)
         inputs = frozenset().union(*(self._sources(name, batch.column(name)) for name in reads))
@@ -85,7 +88,9 @@ class Recorder:
             return frozenset()
         if self._read:
             names, calls = zip(*dict.fromkeys(self._read), strict=True)
-            self._arithmetic = self._enter(CONTROLLER, "arithmetic", frozenset(calls), names, ())
+            before = () if self._arithmetic is None else (self._arithmetic,)
+            inputs = frozenset((*calls, *before))
+            self._arithmetic = self._enter(CONTROLLER, "arithmetic", inputs, names, ())
             self._read = []
         return frozenset() if self._arithmetic is None else frozenset({self._arithmetic})
 

@@ -117,7 +117,7 @@ class RoleHandle:
         self.n_calls += 1
         ranks, protocol = range(self.pool.processes), declared.protocol
         for value in (*args, *kwargs.values()) if protocol.apart else ():
-            if not isinstance(value, Sequence) or len(value) != len(ranks):
+            if not isinstance(value, list | tuple) or len(value) != len(ranks):
                 raise ValueError(
                     f"{self.role}.{name} is {protocol.name}: give each argument as a list with one "
                     f"value for each of the {len(ranks)} processes"

@@ -182,6 +182,9 @@ def method(
     without, as `role.name(*args, **kwargs)` in every process, and gives any value that can be sent.
     """
 
+    if (reads or optional or writes) and (protocol.apart or protocol.replies is not everyone):
+        raise ValueError(f"{protocol.name} is for methods without columns")
+
     def mark(function: F) -> F:
         setattr(function, MARK, Method(protocol, reads, optional, writes, extra))
         return function

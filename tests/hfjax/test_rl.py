@@ -475,7 +475,6 @@ def test_length_costs_from_where_it_is_said():
     [
         ("token", [[2.0, 0.5, 0], [2.0, 1.0, 1.0]], 1 / 5),  # ratios 3, 1/2 and 2, 1, 1
         ("sequence", [[1.5, 1.5, 0], [2.0, 2.0, 2.0]], 0),
-        ("reject", [[1.0, 1.0, 0], [1.0, 1.0, 1.0]], 0),
     ],
 )
 def test_what_was_sampled_elsewhere_is_weighed(mode, wanted, outside):
@@ -486,13 +485,11 @@ def test_what_was_sampled_elsewhere_is_weighed(mode, wanted, outside):
         np.log(ratio_BT), np.zeros((2, 3), np.float32), mask_BT, **options
     )
     np.testing.assert_allclose(np.asarray(weights_BT) * mask_BT, wanted, rtol=1e-5)
-    assert finalize(metrics)["rollout_is_outside"] == pytest.approx(outside)
+    assert finalize(metrics)["rollout_is_ratio_fraction_high"] == pytest.approx(outside)
 
 
 def test_rows_too_far_from_what_sampled_them_are_rejected():
     old_BT = np.log(np.array([[3.0, 1.0], [0.3, 1.0], [1.9, 1.0]], np.float32))
     mask_BT = np.ones((3, 2), bool)
-    weights_BT, _ = rl.rollout_weights(
-        old_BT, np.zeros_like(old_BT), mask_BT, mode="reject", cap=2.0
-    )
-    assert weights_BT[:, 0].tolist() == [0.0, 0.0, 1.0]
+    kept_B = rl.kept_rows(old_BT, np.zeros_like(old_BT), mask_BT, cap=2.0)
+    assert kept_B.tolist() == [False, False, True]
