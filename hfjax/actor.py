@@ -192,7 +192,10 @@ class Actor(TrainedRole):
         return Answer(columns, shard.rows, {"timing_s/update_weights": relay_s})
 
     @method(
-        THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("old_log_probs", "entropy")
+        THREE_D_PROTO,
+        reads=("input_ids", "response_mask"),
+        optional=("length",),
+        writes=("old_log_probs", "entropy"),
     )
     def compute_log_prob(self, shard: Shard) -> Answer:
         """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""

@@ -251,7 +251,12 @@ class Critic(TrainedRole):
 
     head: Head = "value"
 
-    @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("values",))
+    @method(
+        THREE_D_PROTO,
+        reads=("input_ids", "response_mask"),
+        optional=("length",),
+        writes=("values",),
+    )
     def compute_values(self, shard: Shard) -> Answer:
         """The value before each response token; 0 elsewhere."""
         (values,) = self.forward(shard, ("input_ids",), self.scorer.values)
@@ -285,7 +290,12 @@ class RewardModel(TrainedRole):
 class Reference(ModelRole):
     """The frozen policy of the start, from which KL is measured."""
 
-    @method(THREE_D_PROTO, reads=("input_ids", "response_mask"), writes=("ref_log_prob",))
+    @method(
+        THREE_D_PROTO,
+        reads=("input_ids", "response_mask"),
+        optional=("length",),
+        writes=("ref_log_prob",),
+    )
     def compute_ref_log_prob(self, shard: Shard) -> Answer:
         """Log-probs of the response tokens under the reference; 0 elsewhere."""
         logp, _ = self.forward(shard, ("input_ids",), self.scorer.log_probs)

@@ -133,7 +133,7 @@ class Run:
         try:  # nothing is written before
             self.store.make_root()
             open_directory(self.out, self.done, config, plan.placement, about)
-            self.timeline = Timeline(self.out / "trace.json") if config.trace else None
+            self.timeline = Timeline(self.out / "trace.json", self.done) if config.trace else None
             self.log = MetricLog(
                 self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
             )
@@ -189,11 +189,7 @@ class Run:
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         self.models.memory = json.loads(json.dumps(self.models.memory))  # as a checkpoint has it
-        calls = self.models.drain()
-        spans = taken_spans()
-        if self.timeline:
-            self.timeline.write(calls, spans)
-        seconds = _seconds(calls)
+        seconds = _seconds(calls := self._drained())
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
@@ -211,6 +207,14 @@ class Run:
         if self.plan.rollout:
             self.log.samples(step, self._samples(batch))
         return record
+
+    def _drained(self) -> list[CallRecord]:
+        """Waits for every call; those finished since the last time, which the timeline gets too."""
+        calls = self.models.drain()
+        spans = taken_spans()
+        if self.timeline:
+            self.timeline.write(calls, spans, self.models.step)
+        return calls
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
         """Ends a run whose updates are refused again and again; its weights are still finite."""
@@ -241,7 +245,7 @@ class Run:
         batches = self.plan.held_out.batches(self.plan.eval_rows)
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
-        models.drain()
+        self._drained()
         means = finalize(reduce(merge, parts))
         record = {f"val-core/{name}": mean for name, mean in means.items()}
         if (failed := record.pop("val-core/failed", 0.0)) > 0:
@@ -277,7 +281,7 @@ class Run:
         folder, models = self.store.begin(step), self.models
         for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
             reply.result()
-        self.models.drain()
+        self._drained()
         return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
 
     def commit(self, step: int) -> None:

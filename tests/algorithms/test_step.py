@@ -194,14 +194,12 @@ def test_flat_groups_make_room_for_others() -> None:
         rows = np.arange(6, dtype=np.int32)
         return Batch(row_id=rows, uid=rows.astype(np.int64) // 2)
 
-    scores = [np.array([0, 1, 5, 6, 7, 7], np.float32)]
+    scores = [np.array([0, 1, 5, 6, 7, 7], np.float32), np.array([1, 1, 2, 3, 4, 4], np.float32)]
     m = SimpleNamespace(actor=Role(), reward=Role(), more_prompts=a_batch)
-    first = a_batch() | {
-        "response_mask": np.ones((6, 2), bool),
-        "score": np.array([1, 1, 2, 3, 4, 4], np.float32),
-    }
+    first = a_batch() | {"response_mask": np.ones((6, 2), bool)}
     batch = grpo.refilled(m, first, 3)
     assert batch["score"].tolist() == [2, 3, 0, 1, 5, 6]
     assert batch["row_id"].tolist() == [2, 3, 6, 7, 8, 9]
     assert len(np.unique(batch["uid"])) == 3
     assert scores == []  # no third batch was asked for
+    assert batch.metrics.result() == {"dynamic/batches": 2.0, "dynamic/flat": 0.0}

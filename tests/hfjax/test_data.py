@@ -450,6 +450,30 @@ def test_pairs_are_adjacent_rows_of_one_uid(tmp_path):
         load(write_jsonl(tmp_path, {"prompt": "1", "chosen": "2"}), PAIRS)
 
 
+def test_answers_of_a_conversation_may_be_messages_and_are_trained_alone(tmp_path):
+    """Earlier turns of the assistant are not: a mean over tokens would count them."""
+    prompt = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    rows = [
+        {"prompt": prompt, "chosen": "4", "rejected": "22"},
+        {
+            "prompt": prompt,
+            "chosen": [{"role": "assistant", "content": "4"}],
+            "rejected": [{"role": "assistant", "content": "22"}],
+        },
+    ]
+    text, messages = load(write_jsonl(tmp_path, *rows), PAIRS)
+    assert text == messages
+    assert sum(text.chosen.trained) == 2  # the 4 and the stop token
+    assert sum(text.rejected.trained) == 3
+    wrong = {"prompt": "2+2=", "chosen": rows[1]["chosen"], "rejected": "5"}
+    with pytest.raises(ValueError, match="chosen is messages and prompt is not"):
+        load(write_jsonl(tmp_path, wrong), PAIRS)
+
+
 def test_embedded_demonstrations():
     taught = load("sums-sft", EXAMPLES)
     config = DataConfig()

@@ -27,8 +27,10 @@ def events(path: Path) -> list[dict]:
 def test_a_process_has_a_bar_a_call(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     calls = [a_call(0, "policy", (1.0, 2.0), (1.5, 2.5)), a_call(1, "value", (2.0, 4.0))]
-    Timeline(path).write(calls, [("adv", 4.0, 4.25)])
-    Timeline(path).write([a_call(2, "policy", (5.0, 6.0))])
+    Timeline(path).write(calls, [("adv", 4.0, 4.25)], step=3)
+    with path.open("a") as file:
+        file.write('{"name": "half')  # killed while writing
+    Timeline(path, done=3).write([a_call(2, "policy", (5.0, 6.0))])
     found = events(path)
     bars = [event for event in found if event["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in bars[:3]] == [
@@ -48,3 +50,6 @@ def test_a_process_has_a_bar_a_call(tmp_path: Path) -> None:
     assert (bars[3]["name"], bars[3]["dur"], len(bars)) == ("adv", 250_000, 5)
     names = {e["pid"]: e["args"]["name"] for e in found if e["ph"] == "M"}
     assert set(names.values()) == {"policy", "value", DRIVER}
+    assert len({e["pid"] for e in bars}) == 4  # a resume has tracks of its own
+    Timeline(path, done=2)
+    assert [e for e in events(path) if e["ph"] == "X"] == []  # step 3 comes again
