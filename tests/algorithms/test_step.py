@@ -203,3 +203,54 @@ def test_flat_groups_make_room_for_others() -> None:
     assert len(np.unique(batch["uid"])) == 3
     assert scores == []  # no third batch was asked for
     assert batch.metrics.result() == {"dynamic/batches": 2.0, "dynamic/flat": 0.0}
+
+
+def test_the_multiplier_sees_the_mean_cost_and_stays_finite() -> None:
+    """Costs 1, 3, 2, 2 exceed their limit of 1 by 1: 0.5 exp(0.05), however many there are."""
+    cfg = safe_rlhf.Settings(cost_limit=1.0, multiplier=0.5)
+    for cost_B in (np.array([1.0, 3, 2, 2]), np.array([1.0, 3, 2, 2] * 2)):
+        memory: dict = {}
+        assert safe_rlhf.step_multiplier(cost_B, cfg, memory)[1] == pytest.approx(0.52564, abs=1e-5)
+    last = 0.52564
+    for _ in range(100):
+        _, multiplier = safe_rlhf.step_multiplier(np.zeros(128), cfg, memory)
+        assert 0 < multiplier < last
+        last = multiplier
+    calm = safe_rlhf.Settings(cost_limit=0.0, multiplier=0.5)
+    assert safe_rlhf.step_multiplier(np.zeros(4), calm, {})[1] == pytest.approx(0.5)
+
+
+def test_a_cost_that_is_no_number_moves_nothing() -> None:
+    cfg, memory = safe_rlhf.Settings(), {}
+    assert safe_rlhf.step_multiplier(np.array([np.nan, np.inf]), cfg, memory) == (0.0, 1.0)
+    assert safe_rlhf.step_multiplier(np.array([]), cfg, memory) == (0.0, 1.0)
+    assert memory["episode_costs"] == []
+
+
+def test_costs_have_a_critic_of_their_own() -> None:
+    """Rewards of 7 and no costs: the returns of costs are 0; advantages 1 and 3 give (1 - 3) / 2."""
+    cfg = safe_rlhf.Settings(kl=KLConfig(where="none"), multiplier_lr=1e-9, lam=1.0)
+    zeros_BT = np.zeros((2, 4), np.float32)
+    plain = {"score": np.full(2, 7, np.float32), "cost": np.zeros(2, np.float32)}
+    columns = safe_rlhf.compute_advantage(_costly() | plain | {"values": zeros_BT}, cfg, {})
+    assert not np.asarray(columns["cost_returns"]).any()
+    both = {"score": np.ones(2, np.float32), "cost": np.full(2, 3, np.float32)}
+    columns = safe_rlhf.compute_advantage(_costly() | both | {"values": zeros_BT}, cfg, {})
+    found = columns["advantages"][_batch()["response_mask"]]
+    np.testing.assert_allclose(found, -1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "greedy", "wanted"), [([3, 1], [2, 2], [1, -1]), ([1, 1], [0, 0], [1, 1])]
+)
+def test_remax_rewards_what_beats_the_greedy_response(
+    sampled: list, greedy: list, wanted: list
+) -> None:
+    mask_BT = np.array([[0, 1, 1], [0, 1, 0]], bool)
+    batch, baseline = (
+        Batch(score=np.array(score, np.float32), response_mask=mask_BT)
+        for score in (sampled, greedy)
+    )
+    cfg = remax.Settings(kl=KLConfig(where="none"))
+    found = remax.compute_advantage(batch, baseline, cfg, {})["advantages"]
+    np.testing.assert_allclose(found, mask_BT * np.array(wanted)[:, None])
