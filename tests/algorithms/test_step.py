@@ -228,7 +228,7 @@ def test_a_cost_that_is_no_number_moves_nothing() -> None:
 
 
 def test_costs_have_a_critic_of_their_own() -> None:
-    """Rewards of 7 and no costs: the returns of costs are 0; advantages 1 and 3 give (1 - 3) / 2."""
+    """Rewards of 7, no costs: returns of costs are 0; advantages 1 and 3 give (1 - 3) / 2."""
     cfg = safe_rlhf.Settings(kl=KLConfig(where="none"), multiplier_lr=1e-9, lam=1.0)
     zeros_BT = np.zeros((2, 4), np.float32)
     plain = {"score": np.full(2, 7, np.float32), "cost": np.zeros(2, np.float32)}
