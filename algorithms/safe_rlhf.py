@@ -17,7 +17,8 @@ from algorithms.ppo import critic_loss
 from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
-from hfjax.metrics import stage
+from hfjax.engine.train import Outputs
+from hfjax.metrics import Mean, stage
 from hfjax.policy import (
     PolicySettings,
     actor,
@@ -43,6 +44,7 @@ class Settings(PolicySettings):
     multiplier_max: float = 5.0  # it rises no further
     cost_window: int = 128  # responses whose costs are averaged
     cost_critic: bool = True  # a critic of costs too, or one critic of the combined reward
+    ptx_coef: float = 0.0  # weight of the pretraining loss, of texts in data.pretrain; 0: none
     gamma: float = 1.0  # discount a token
     lam: float = 0.95  # lambda of generalised advantage estimation
     value_clip: float = 5.0  # how far a value may move from the one before the update
@@ -57,6 +59,8 @@ class Settings(PolicySettings):
         for name in ("value_clip", "multiplier_lr", "multiplier_max", "cost_window"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
+        if not 0 <= self.ptx_coef < float("inf"):
+            raise ValueError(f"algorithm.ptx_coef={self.ptx_coef}: must be finite, 0 or more")
         if not 0 <= self.multiplier <= self.multiplier_max:
             raise ValueError(
                 f"algorithm.multiplier={self.multiplier}: must lie in [0, multiplier_max="
@@ -81,7 +85,8 @@ def roles(cfg: Settings) -> dict[str, Any]:
         for role, of in critics.items()
     }
     scores = {"reward": partial(Reward), "cost": partial(Cost)}
-    return {"actor": actor(cfg)} | table | scores | reference(cfg)
+    more = {"pretrain": partial(pretrain_loss, cfg=cfg)} if cfg.ptx_coef else {}
+    return {"actor": actor(cfg, **more)} | table | scores | reference(cfg)
 
 
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
@@ -97,7 +102,18 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     batch |= m.cost.compute_cost(batch)
     batch |= compute_advantage(batch, cfg, m.memory)
     metrics = m.critic.update_critic(batch) | m.actor.update_actor(batch)
+    if cfg.ptx_coef:
+        metrics |= m.actor.update_pretrain(m.more_texts())
     return batch, metrics | (m.cost_critic.update_critic(batch) if cfg.cost_critic else {})
+
+
+def pretrain_loss(
+    outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
+) -> tuple[jax.Array, Mapping[str, Mean]]:
+    """ptx_coef times the negative log-likelihood of texts, an update of its own as its authors'."""
+    mask_BT = batch["response_mask"]
+    nll = rl.aggregate(-outputs.log_probs_BT, mask_BT, total)
+    return cfg.ptx_coef * nll, {"nll": rl.loss_metric(nll, mask_BT, total)}
 
 
 @stage("adv")

@@ -23,11 +23,13 @@ from hfjax.controller.worker import RoleContext
 from hfjax.engine.decode import Decoder
 from hfjax.engine.exchange import Exchange, Side
 from hfjax.engine.hybrid import Relay
+from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.passes import Passes
 from hfjax.engine.sampling import Sampling
+from hfjax.engine.train import LossFn
 from hfjax.models.hf import generation_stop_ids
 from hfjax.models.llama import ModelConfig, Params, abstract_params
-from hfjax.roles import ModelRole, TrainedRole, masked, plan_model
+from hfjax.roles import ROW_COLUMNS, WIDTH_BUCKET, ModelRole, TrainedRole, masked, plan_model
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import (
     HYBRID_V,
@@ -128,13 +130,18 @@ class Actor(TrainedRole):
         rollout: RolloutConfig | None = None,
         seed: int = 0,
         exchange: Exchange | None = None,
+        pretrain: LossFn | None = None,
         **trained: Any,
     ) -> None:
-        """`rollout` None: an actor that never generates; `exchange`: its second copy does."""
+        """`rollout` None: an actor that never generates; `exchange`: its second copy does.
+
+        `pretrain` is the loss of update_pretrain, an update of its own.
+        """
         self.rank, self.exchange = context.rank, exchange
         self.generates = rollout is not None and exchange is None
         temperature = rollout.temperature if rollout else 1.0
         super().__init__(context, temperature=temperature, seed=seed, **trained)
+        self.pretrainer = self.make_trainer(pretrain, ()) if pretrain else None
         if rollout and self.generates:
             layout, where = self.generate_layout(), {"model": self.model, "seed": seed}
             self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
@@ -207,6 +214,14 @@ class Actor(TrainedRole):
     def update_actor(self, shard: Shard) -> Answer:
         """Updates the policy."""
         return self.update(shard)
+
+    @method(ONE_TO_ALL, reads=ROW_COLUMNS)
+    def update_pretrain(self, shard: Shard) -> Answer:
+        """One update on whole texts, which keeps the policy a language model (PTX)."""
+        assert self.pretrainer is not None, "this actor was built without a pretraining loss"
+        rows = {name: shard.columns[name] for name in ROW_COLUMNS}
+        micros = cut_micros(rows, replicas=self.replicas.count, bucket=WIDTH_BUCKET)
+        return self.told(shard, self.updated(self.pretrainer, micros), "pretrain_")
 
     @method(ONE_TO_ALL)
     def send_weights(self, bucket: int, *after: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.items import PROMPTS, Columns, DataConfig, Kind, Pair, load_items
+from hfjax.items import EXAMPLES, PROMPTS, Columns, DataConfig, Kind, Pair, load_items
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,15 @@ class HeldOut:
             items = list(self.items[start : start + batch])
             filled = items + items[-1:] * (batch - len(items))
             yield self.collate(filled, 1), len(items) * self.rows
+
+
+def make_texts(config: DataConfig, model: str, *, seed: int) -> Source | None:
+    """Batches of whole texts for a pretraining loss; None without data.pretrain."""
+    if not config.pretrain:
+        return None
+    items = load_items(config.pretrain, "train", load_tokenizer(model), config, EXAMPLES)
+    batch = config.prompts_per_step
+    return Source(items, EXAMPLES.collate, batch=batch, seed=seed, name=config.pretrain)
 
 
 def make_sources(

@@ -27,6 +27,7 @@ class DataConfig:
     prompt_key: str = "prompt"  # column of a string, a list of messages, or a list of ids
     answer_key: str = "ground_truth"  # or verl's reward_model.ground_truth; empty: rows have none
     response_key: str = "response"  # column that fine-tuning learns to answer
+    pretrain: str = ""  # rows with a column `text`, for algorithms with a pretraining loss
     max_prompt_tokens: int = 512  # longest prompt
     max_tokens: int = 1024  # longest row of fine-tuning and preferences, prompt included
     truncation: Literal["error", "left", "right", "middle", "filter"] = "error"  # what is cut off

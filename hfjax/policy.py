@@ -57,15 +57,16 @@ class PolicySettings:
             )
 
 
-def actor(cfg: PolicySettings, *columns: str) -> Any:
-    """The policy under this loss; `columns` are read beside old log-probs and advantages."""
-    more = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
-    more += (ROLLOUT,) if cfg.rollout_correction in WEIGHTS else ()
+def actor(cfg: PolicySettings, **more: Any) -> Any:
+    """The policy under this loss; `more` goes to the role."""
+    columns = ("ref_log_prob",) if cfg.kl.where == "loss" else ()
+    columns += (ROLLOUT,) if cfg.rollout_correction in WEIGHTS else ()
     return partial(
         Actor,
         loss=partial(policy_loss, cfg=cfg),
-        columns=("old_log_probs", "advantages", *more, *columns),
+        columns=("old_log_probs", "advantages", *columns),
         loss_entropy=cfg.entropy_coef != 0,
+        **more,
     )
 
 

@@ -16,7 +16,7 @@ from hfjax.actor import Actor, stop_ids
 from hfjax.algorithm import main_role
 from hfjax.config import RolloutConfig
 from hfjax.controller.handle import NO_COPY
-from hfjax.data import HeldOut, Source, extent, make_sources
+from hfjax.data import HeldOut, Source, extent, make_sources, make_texts
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
 from hfjax.models.hf import check_files, load_config, resolve_model
@@ -44,6 +44,7 @@ class Plan:
     model: str  # its files, absolute
     source: Source  # of training batches
     held_out: HeldOut | None
+    texts: Source | None  # of a pretraining loss
     n: int  # rows a prompt
     steps: int
     builders: Mapping[str, partial[Any]]  # a role's class with its settings
@@ -114,6 +115,7 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         model=model,
         source=source,
         held_out=held_out,
+        texts=_texts(config, builders, model),
         n=n,
         steps=steps,
         builders=builders,
@@ -150,7 +152,8 @@ def _builders(
     for role, builder in roles.items():
         kind = role_class(builder)
         if issubclass(kind, TrainedRole):
-            training = _training(role, getattr(config, role), *size)
+            own = 1 if builder.keywords.get("pretrain") else 0
+            training = _training(role, getattr(config, role), *size, own)
             more = {"rollout": rollout} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
         elif issubclass(kind, Reward):
@@ -164,8 +167,8 @@ def _builders(
     return bound
 
 
-def _training(role: str, training: Any, rows: int, steps: int) -> Any:
-    """The settings with the schedule sized in this run's optimizer updates."""
+def _training(role: str, training: Any, rows: int, steps: int, more: int) -> Any:
+    """The settings with the schedule sized in this run's optimizer updates, `more` a step."""
     minibatch = training.minibatch_sequences or rows
     if rows % minibatch:
         legal = [k for k in range(1, rows + 1) if rows % k == 0]
@@ -175,7 +178,7 @@ def _training(role: str, training: Any, rows: int, steps: int) -> Any:
         )
     if training.optimizer.schedule == "constant" or training.optimizer.total_steps:
         return training
-    updates = steps * training.epochs * (rows // minibatch)
+    updates = steps * (training.epochs * (rows // minibatch) + more)
     optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
     return dataclasses.replace(training, optimizer=optimizer)
 
@@ -195,6 +198,18 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
             raise ValueError("cost.eval_function: evaluations read no costs; leave it out")
         return partial(FunctionCost, model=model, reward=reward)
     return partial(FunctionReward, model=model, reward=reward)
+
+
+def _texts(config: Any, builders: Mapping[str, partial[Any]], model: str) -> Source | None:
+    """Texts for the pretraining loss; refuses one without the other."""
+    wanted = any(builder.keywords.get("pretrain") for builder in builders.values())
+    if bool(config.data.pretrain) != wanted:
+        found = "sets a pretraining loss" if wanted else "has no pretraining loss"
+        raise ValueError(
+            f"data.pretrain={config.data.pretrain!r}: the algorithm {found} (algorithm.ptx_coef of "
+            "safe_rlhf); set both or neither"
+        )
+    return make_texts(config.data, model, seed=config.seed)
 
 
 def _scores(config: Any) -> list[Any]:
@@ -243,7 +258,8 @@ def _devices_found(runtime: str) -> tuple[str | None, int]:
 
 def _extent(plan: Plan) -> tuple[int, int]:
     """Tokens of the longest row there can be, and the highest id, the actor's own included."""
-    sets = [plan.source.items] + ([plan.held_out.items] if plan.held_out else [])
+    more = (plan.held_out, plan.texts)
+    sets = [plan.source.items, *(each.items for each in more if each)]
     lengths, ids = zip(*map(extent, sets), strict=True)
     if plan.rollout is None:
         return max(lengths), max(ids)

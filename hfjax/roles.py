@@ -24,7 +24,7 @@ from hfjax.controller.protocol import (
 from hfjax.controller.worker import RoleContext
 from hfjax.engine.checkpoint import restore_role, save_role
 from hfjax.engine.hybrid import Relay, Weights
-from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.microbatch import Stack, cut_micros
 from hfjax.engine.offload import to_device, to_host
 from hfjax.engine.passes import Compute, Passes
 from hfjax.engine.replicas import Replicas
@@ -43,6 +43,7 @@ from meshes.layouts import (
 from meshes.mesh import make_mesh
 from meshes.placement import RolePlacement
 
+ROW_COLUMNS = ("input_ids", "length", "response_mask")  # of every update
 WIDTH_BUCKET = 32  # rows of an update are trimmed to a multiple of this many tokens
 
 
@@ -182,19 +183,8 @@ class TrainedRole(ModelRole):
         dtype = training.compute_dtype
         super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
         self.role, self.training, self.rows_together = context.role, training, rows_together
-        self.columns = ("input_ids", "length", "response_mask", *columns)
-        self.trainer = Trainer(
-            self.config,
-            self.head,
-            self.replicas,
-            training.optimizer,
-            loss,
-            columns=columns,
-            temperature=self.temperature,
-            remat=training.remat,
-            with_entropy=loss_entropy,
-            zero=self.placement.zero,
-        )
+        self.columns = (*ROW_COLUMNS, *columns)
+        self.trainer = self.make_trainer(loss, columns, with_entropy=loss_entropy)
         self.saved = saved_state(self.model, self.head, training.optimizer)
         if checkpoint:
             abstract = self.trainer.abstract_state()
@@ -204,6 +194,21 @@ class TrainedRole(ModelRole):
         self.params: Any = None  # the state owns them
         relay, offload = self.make_relay(), self.placement.offload
         self.held = Weights(self.replicas, state, relay, offload=offload)
+
+    def make_trainer(self, loss: LossFn, columns: tuple[str, ...], **options: Any) -> Trainer:
+        """The update of this model's state under a loss."""
+        return Trainer(
+            self.config,
+            self.head,
+            self.replicas,
+            self.training.optimizer,
+            loss,
+            columns=columns,
+            temperature=self.temperature,
+            remat=self.training.remat,
+            zero=self.placement.zero,
+            **options,
+        )
 
     def make_relay(self) -> Relay | None:
         """The way to the layout of generation, for a model that generates."""
@@ -234,11 +239,19 @@ class TrainedRole(ModelRole):
                     bucket=WIDTH_BUCKET,
                     group=self.rows_together,
                 )
-                state, metrics = self.trainer.update(self.held.state(), micros)
-                self.held.take(state)
-                total = merge(total, metrics)
-        metrics = {f"{self.role}/{name}": value for name, value in finalize(total).items()}
-        return Answer({}, shard.rows, metrics)
+                total = merge(total, self.updated(self.trainer, micros))
+        return self.told(shard, total)
+
+    def updated(self, trainer: Trainer, micros: list[Stack]) -> dict[str, Any]:
+        """One optimizer update; its metrics."""
+        state, metrics = trainer.update(self.held.state(), micros)
+        self.held.take(state)
+        return metrics
+
+    def told(self, shard: Shard, metrics: dict[str, Any], kind: str = "") -> Answer:
+        """Metrics of updates under the role's name."""
+        named = {f"{self.role}/{kind}{name}": x for name, x in finalize(metrics).items()}
+        return Answer({}, shard.rows, named)
 
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:

@@ -128,6 +128,8 @@ class Run:
             log_to_driver=False,
         )
         self.models.more_prompts = lambda: Batch(plan.source.next_batch())
+        if texts := plan.texts:
+            self.models.more_texts = lambda: Batch(texts.next_batch())
         if self.done:
             self.models.memory |= self.store.load_meta(self.done).get("memory", {})
         try:  # nothing is written before
@@ -288,6 +290,8 @@ class Run:
         """Completes the checkpoint by the data cursor, the step and the algorithm's memory."""
         memory = dict(self.models.memory)
         meta = {"step": step, "data": self.plan.source.state_dict(), "memory": memory}
+        if self.plan.texts:
+            meta["texts"] = self.plan.texts.state_dict()
         self.store.commit(step, meta)
 
     def _builders(self) -> dict[str, partial[Any]]:

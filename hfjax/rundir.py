@@ -57,7 +57,10 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
 
 def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:
     """Refuses the checkpoint of step `done` for other data or models; the data goes on after it."""
-    plan.source.load_state_dict(store.load_meta(done)["data"])
+    meta = store.load_meta(done)
+    plan.source.load_state_dict(meta["data"])
+    if plan.texts:
+        plan.texts.load_state_dict(meta["texts"])
     for role in plan.trained:
         builder = plan.builders[role]
         model, training = builder.keywords["model"], builder.keywords["training"]

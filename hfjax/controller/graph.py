@@ -46,7 +46,7 @@ class Recorder:
         """`given` are the columns that a step begins with."""
         self.nodes: list[Node] = []
         self.given = given
-        self._given = {name: given.column(name) for name in given.names}
+        self._inputs = [given.column(name) for name in given.names]  # no call made these
         self._rows = len(given)
         self._read: list[tuple[str, int]] = []  # a column, and the call that wrote it
         self._arithmetic: int | None = None
@@ -68,6 +68,13 @@ class Recorder:
             {name: Future(p, self._rows, self._fetch, made_by) for name, p in pieces.items()}
         )
 
+    def texts(self) -> Batch:
+        """Whole rows, as a pretraining loss reads them."""
+        names = ("input_ids", "length", "response_mask")
+        columns = {name: zeros(name, self._rows) for name in names}
+        self._inputs += columns.values()
+        return Batch(columns)
+
     def _enter(
         self,
         role: str,
@@ -84,7 +91,7 @@ class Recorder:
         """The calls behind a column; the arithmetic's columns are those that nobody wrote."""
         if isinstance(column, Future):
             return column.calls
-        if column is self._given.get(name):
+        if any(column is each for each in self._inputs):
             return frozenset()
         if self._read:
             names, calls = zip(*dict.fromkeys(self._read), strict=True)
@@ -105,6 +112,7 @@ class SymbolicModels:
     def __init__(self, builders: Mapping[str, Any], recorder: Recorder) -> None:
         self.memory: dict[str, Any] = {}
         self.more_prompts = lambda: recorder.given
+        self.more_texts = recorder.texts
         self.step = 1
         for role, builder in builders.items():
             setattr(self, role, SymbolicHandle(role, handle_methods(builder), recorder))

@@ -64,3 +64,7 @@ def test_every_algorithm_has_a_graph_without_cycles_and_a_text(algorithm: Module
     assert all(max(node.inputs, default=-1) < node.number for node in nodes)
     assert any(node.role != CONTROLLER and not node.writes for node in nodes)  # an update
     assert len(text(nodes).splitlines()) == len(nodes) + 1
+
+
+def test_a_pretraining_loss_is_a_call_that_waits_for_nothing() -> None:
+    assert dict(named(safe_rlhf, ptx_coef=16.0))["actor.update_pretrain"] == []
