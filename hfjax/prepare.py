@@ -101,8 +101,8 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     n = rollout.n if rollout else kind.rows
     model = str(resolve_model(config.model).resolve())
     data = config.data
-    if rollout and not any(each.function for each in _scores(config)):
-        data = dataclasses.replace(data, answer_key="")  # a score model needs no answer
+    if rollout and all(each.model for each in _scores(config)):
+        data = dataclasses.replace(data, answer_key="")  # score models need no answers
     copies = n // kind.rows
     source, held_out = make_sources(data, model, kind=kind, n=copies, seed=config.seed, now=now)
     if config.eval_every and held_out is None:

@@ -9,6 +9,7 @@ import types
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -493,7 +494,7 @@ def test_a_date_in_the_chat_template_is_that_of_the_runs_beginning_when_it_is_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The template writes the microsecond, which would change the prompts as another day does."""
-    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: None)
+    monkeypatch.setattr("hfjax.run.start", Mock())
     model = write_lut(tmp_path / "model", path_table(3, EOS))
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for digit in strftime_now('%f') %}t{{ digit }} {% endfor %}"

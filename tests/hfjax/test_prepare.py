@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -188,7 +189,7 @@ def test_without_a_placement_ray_is_told_the_platform_whose_devices_were_counted
 ) -> None:
     """What Ray detects may be GPUs that this JAX cannot use."""
     started: list[Placement] = []
-    monkeypatch.setattr("hfjax.run.start", lambda placement, *_, **__: started.append(placement))
+    monkeypatch.setattr("hfjax.run.start", lambda *given, **_: Mock(started.append(given[0])))
     Run(sft, tuning(tmp_path, placement="", runtime="ray", steps=1))
     assert (started[0].platform, started[0].devices) == ("cpu", 8)
 

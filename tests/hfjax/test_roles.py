@@ -125,7 +125,7 @@ def test_what_fills_a_row_up_behind_its_limit_is_neither_scored_nor_trained(
     for filler in (0, 15):
         ids_BT = np.where(behind_BT, np.int32(filler), batch["input_ids"])
         filled = scored(models, batch | {"input_ids": ids_BT})
-        filled |= ppo.compute_advantage(filled, SETTINGS)
+        filled |= ppo.compute_advantage(filled, SETTINGS, {})
         metrics = models.critic.update_critic(filled) | models.actor.update_actor(filled)
         columns = {name: filled[name] for name in filled.names if name != "input_ids"}
         found.append((columns, dict(metrics.result())))
