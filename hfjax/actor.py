@@ -131,17 +131,21 @@ class Actor(TrainedRole):
         seed: int = 0,
         exchange: Exchange | None = None,
         pretrain: LossFn | None = None,
+        measured_loss: LossFn | None = None,
         **trained: Any,
     ) -> None:
         """`rollout` None: an actor that never generates; `exchange`: its second copy does.
 
-        `pretrain` is the loss of update_pretrain, an update of its own.
+        `pretrain` is the loss of update_pretrain, an update of its own; `measured_loss` that of a
+        call's first mini-batch, with entropies, where it is not the others'.
         """
         self.rank, self.exchange = context.rank, exchange
         self.generates = rollout is not None and exchange is None
         temperature = rollout.temperature if rollout else 1.0
         super().__init__(context, temperature=temperature, seed=seed, **trained)
         self.pretrainer = self.make_trainer(pretrain, ()) if pretrain else None
+        if measured_loss:
+            self.first = self.make_trainer(measured_loss, trained["columns"], with_entropy=True)
         if rollout and self.generates:
             layout, where = self.generate_layout(), {"model": self.model, "seed": seed}
             self.generation = Generation(rollout, self.config, self.mesh, layout, **where)

@@ -29,6 +29,12 @@ class RolloutConfig:
     min_p: float = 0.0  # drop tokens below this share of the likeliest one
     ignore_eos: bool = False  # run every row to max_new_tokens
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may not be drawn that have a probability."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return filters or self.min_new_tokens > 0
+
     def __post_init__(self) -> None:
         _require(self.n >= 1, "rollout.n", self.n, "at least 1")
         _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "1 up")

@@ -42,6 +42,7 @@ SAMPLE_COLUMNS = (
     "score",
     "truncated",
 )
+GAP = "training/rollout_probs_diff"  # of probabilities of sampled tokens, rollout and training
 SAMPLE_ROWS = 16  # of a step: enough to read, and a long run's file stays small
 
 Scalar = Any  # a 0-d jax.Array or np.ndarray, or a Python number
@@ -139,10 +140,10 @@ def _rollout_gap(rollout: np.ndarray, trainer: np.ndarray) -> dict[str, float]:
     p, q = np.exp(rollout.astype(np.float64)), np.exp(trainer.astype(np.float64))
     gap, out = np.abs(p - q), {}
     if p.size:
-        out["training/rollout_probs_diff_max"] = float(gap.max())
-        out["training/rollout_probs_diff_mean"] = float(gap.mean())
+        out[f"{GAP}_max"] = float(gap.max())
+        out[f"{GAP}_mean"] = float(gap.mean())
     if p.size > 1:
-        out["training/rollout_probs_diff_std"] = float(gap.std(ddof=1))
+        out[f"{GAP}_std"] = float(gap.std(ddof=1))
         if p.std() > 0 and q.std() > 0:  # the correlation with a constant does not exist
             out["training/rollout_actor_probs_pearson_corr"] = float(np.corrcoef(p, q)[0, 1])
     return out
@@ -204,7 +205,8 @@ def _token_metrics(columns: Mapping[str, Any]) -> dict[str, float]:
         out["critic/vf_explained_var"] = explained_variance(tokens["values"], tokens["returns"])
     if "entropy" in tokens and mask_BT.any():
         out["actor/entropy"] = float(tokens["entropy"].mean(dtype=np.float64))
-    if "rollout_log_probs" in tokens and "old_log_probs" in tokens:
+    scored = "entropy" in tokens  # else old_log_probs are the rollout's own
+    if scored and "rollout_log_probs" in tokens and "old_log_probs" in tokens:
         out |= _rollout_gap(tokens["rollout_log_probs"], tokens["old_log_probs"])
     return out
 

@@ -15,12 +15,15 @@ from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.engine.train import Outputs
-from hfjax.metrics import Mean
+from hfjax.metrics import GAP, Max, Mean, Metric
 from hfjax.roles import Reference
 
 KL_COEF = "kl_coef"  # in the algorithm's memory
 ROLLOUT = "rollout_truncated_log_probs"  # of the distribution that was sampled from
 WEIGHTS = ("token", "sequence")  # corrections that are part of the loss
+SCORED_EVERY = 20  # steps: from the first on, sampled tokens are scored before the update
+LARGEST_GAP = 1e-4  # of probabilities in rollout and training, above which they always are
+APART = "rollout_apart"  # in the algorithm's memory: such a gap was found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class PolicySettings:
     ratio: Literal["token", "sequence"] = "token"  # to the old policy: a token's, or GSPO's
     rollout_correction: rl.Correction = "none"  # importance of tokens, rows, or rows refused
     rollout_cap: float = 2.0  # its largest weight; of reject: the rows kept lie in [1/cap, cap]
+    old_log_probs: Literal["auto", "score"] = "auto"  # auto: the rollout's, while training agrees
     entropy_coef: float = 0.0  # weight of the entropy bonus
     aggregation: rl.Aggregation = "token-mean"  # of token losses over the mini-batch
     aggregation_length: int = 0  # tokens that seq-mean-token-sum-norm divides by
@@ -64,17 +68,30 @@ def actor(cfg: PolicySettings, **more: Any) -> Any:
     return partial(
         Actor,
         loss=partial(policy_loss, cfg=cfg),
+        measured_loss=partial(measured_loss, cfg=cfg) if takes_rollout(cfg) else None,
         columns=("old_log_probs", "advantages", *columns),
         loss_entropy=cfg.entropy_coef != 0,
         **more,
     )
 
 
-def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
-    """The actor's pass over what was sampled; with "reject" the mask of the rows that are kept.
+def takes_rollout(cfg: PolicySettings) -> bool:
+    """Whether old_log_probs may be those of sampling; a correction needs both."""
+    return cfg.old_log_probs == "auto" and cfg.rollout_correction == "none"
 
-    Refused rows leave every loss, statistic and divisor, as those whose reward failed do.
+
+def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
+    """Log-probs before the update; with "reject" the mask of the rows that are kept.
+
+    They are of the actor's pass over what was sampled, or where m.rollout_agrees (one precision,
+    nothing truncated: HybridFlow's two engines are one here) the rollout's own. The pass then runs
+    in the first step and every 20th, and the update's first mini-batch measures entropy and the gap
+    in the others. After a gap above 1e-4 the pass always runs. Refused rows leave every loss,
+    statistic and divisor, as those whose reward failed do.
     """
+    agrees = takes_rollout(cfg) and m.rollout_agrees and APART not in m.memory
+    if agrees and m.step % SCORED_EVERY != 1:
+        return batch.columns("rollout_log_probs").renamed(rollout_log_probs="old_log_probs")
     scored = m.actor.compute_log_prob(batch)
     if cfg.rollout_correction != "reject":
         return scored
@@ -137,6 +154,25 @@ def policy_loss(
         metrics["kl_loss"] = rl.loss_metric(kl_loss, mask_BT, total)
         loss += cfg.kl.coef * kl_loss
     return loss, metrics
+
+
+def measured_loss(
+    outputs: Outputs,
+    batch: Mapping[str, jax.Array],
+    total: rl.Denominators,
+    *,
+    cfg: PolicySettings,
+) -> tuple[jax.Array, Mapping[str, Metric]]:
+    """policy_loss of weights that are still the rollout's: entropy, and how far training is off."""
+    loss, metrics = policy_loss(outputs, batch, total, cfg=cfg)
+    mask_BT = batch["response_mask"]
+    gap_BT = jnp.abs(jnp.exp(outputs.log_probs_BT) - jnp.exp(batch["old_log_probs"]))
+    more = {
+        "entropy": Mean.of(outputs.entropy_BT, mask_BT),
+        f"{GAP}_max": Max(jnp.where(mask_BT, gap_BT, -jnp.inf).max()),
+        f"{GAP}_mean": Mean.of(gap_BT, mask_BT),
+    }
+    return loss, dict(metrics) | more
 
 
 def token_rewards(columns: Mapping[str, Any], kl: KLConfig) -> dict[str, jax.Array]:

@@ -14,7 +14,7 @@ import jax
 
 from hfjax.actor import Actor, stop_ids
 from hfjax.algorithm import main_role
-from hfjax.config import RolloutConfig
+from hfjax.config import RolloutConfig, TrainingConfig
 from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources, make_texts
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
@@ -72,6 +72,11 @@ class Plan:
     def main(self) -> str:
         """The role that is evaluated and exported."""
         return main_role(self.builders)
+
+    @property
+    def rollout_agrees(self) -> bool:
+        """Whether updates measure, so that no pass before them has to."""
+        return bool(self.builders[self.main].keywords.get("measured_loss"))
 
     @property
     def trained(self) -> list[str]:
@@ -155,6 +160,8 @@ def _builders(
             own = 1 if builder.keywords.get("pretrain") else 0
             training = _training(role, getattr(config, role), *size, own)
             more = {"rollout": rollout} if issubclass(kind, Actor) else {}
+            if rollout and not _agrees(kind, training, rollout):
+                more |= {"measured_loss": None} if issubclass(kind, Actor) else {}
             bound[role] = partial(builder, **weights, training=training, **more)
         elif issubclass(kind, Reward):
             bound[role] = _reward(builder, getattr(config, kind.section), model)
@@ -181,6 +188,13 @@ def _training(role: str, training: Any, rows: int, steps: int, more: int) -> Any
     updates = steps * (training.epochs * (rows // minibatch) + more)
     optimizer = dataclasses.replace(training.optimizer, total_steps=updates)
     return dataclasses.replace(training, optimizer=optimizer)
+
+
+def _agrees(kind: type, training: TrainingConfig, rollout: RolloutConfig) -> bool:
+    """Whether log-probs while sampling are training's to rounding."""
+    names = ("generate_sequences", "compute_log_prob")
+    own = all(getattr(kind, name, None) is getattr(Actor, name) for name in names)
+    return own and training.compute_dtype == "float32" and not rollout.truncates
 
 
 def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:

@@ -185,6 +185,7 @@ class TrainedRole(ModelRole):
         self.role, self.training, self.rows_together = context.role, training, rows_together
         self.columns = (*ROW_COLUMNS, *columns)
         self.trainer = self.make_trainer(loss, columns, with_entropy=loss_entropy)
+        self.first = self.trainer  # of a call's first mini-batch
         self.saved = saved_state(self.model, self.head, training.optimizer)
         if checkpoint:
             abstract = self.trainer.abstract_state()
@@ -228,6 +229,7 @@ class TrainedRole(ModelRole):
         """Epochs x mini-batches of optimizer updates; metrics, over the call, are the role's."""
         size = self.training.minibatch_sequences or shard.n_rows
         total: dict[str, Any] = {}
+        trainer = self.first
         for _ in range(self.training.epochs):
             for start in range(0, shard.n_rows, size):
                 rows = {k: shard.columns[k][start : start + size] for k in self.columns}
@@ -239,7 +241,8 @@ class TrainedRole(ModelRole):
                     bucket=WIDTH_BUCKET,
                     group=self.rows_together,
                 )
-                total = merge(total, self.updated(self.trainer, micros))
+                total = merge(total, self.updated(trainer, micros))
+                trainer = self.trainer
         return self.told(shard, total)
 
     def updated(self, trainer: Trainer, micros: list[Stack]) -> dict[str, Any]:
@@ -249,9 +252,10 @@ class TrainedRole(ModelRole):
         return metrics
 
     def told(self, shard: Shard, metrics: dict[str, Any], kind: str = "") -> Answer:
-        """Metrics of updates under the role's name."""
-        named = {f"{self.role}/{kind}{name}": x for name, x in finalize(metrics).items()}
-        return Answer({}, shard.rows, named)
+        """Metrics of updates under the role's name, or under one of their own that has a slash."""
+        named = finalize(metrics).items()
+        own = {x if "/" in x else f"{self.role}/{kind}{x}": number for x, number in named}
+        return Answer({}, shard.rows, own)
 
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:

@@ -4,6 +4,8 @@
 import dataclasses
 import itertools
 import json
+import logging
+import math
 import signal
 import threading
 import time
@@ -25,6 +27,7 @@ from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import RECEIVE, SEND, start
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
+    GAP,
     SEEN,
     Mean,
     Metric,
@@ -38,10 +41,13 @@ from hfjax.metrics import (
     timing_metrics,
 )
 from hfjax.models.hf import resolve_model
+from hfjax.policy import APART, LARGEST_GAP
 from hfjax.prepare import prepare
 from hfjax.rundir import began, check_state, find_run, open_directory
 from hfjax.timeline import Timeline
 from hfjax.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 STAGES = {  # method -> verl's name of the stage
     "generate_sequences": "gen",
@@ -127,6 +133,7 @@ class Run:
             group=plan.n,
             log_to_driver=False,
         )
+        self.models.rollout_agrees = plan.rollout_agrees
         self.models.more_prompts = lambda: Batch(plan.source.next_batch())
         if texts := plan.texts:
             self.models.more_texts = lambda: Batch(texts.next_batch())
@@ -203,6 +210,7 @@ class Run:
             max_prompt_length=self.config.data.max_prompt_tokens,
             replicas=self.plan.placement.roles[self.plan.main].replicas,
         )
+        self._watch_rollout(record)
         record |= timing_metrics(seconds, *tokens, devices=self.plan.placement.devices)
         record["training/epoch"] = self.plan.source.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
@@ -217,6 +225,19 @@ class Run:
         if self.timeline:
             self.timeline.write(calls, spans, self.models.step)
         return calls
+
+    def _watch_rollout(self, record: Mapping[str, float]) -> None:
+        """From a gap between sampling and training on, sampled tokens are scored in every step."""
+        if not self.plan.rollout_agrees or APART in self.models.memory:
+            return
+        gap = record.get(f"{GAP}_max", 0.0)
+        if not gap <= LARGEST_GAP:
+            self.models.memory[APART] = gap if math.isfinite(gap) else str(gap)
+            log.warning(
+                "%s_max=%g is above %g: rollout and training differ by more than rounding; "
+                "log-probs before the update are computed in every step from now on",
+                *(GAP, gap, LARGEST_GAP),
+            )
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
         """Ends a run whose updates are refused again and again; its weights are still finite."""

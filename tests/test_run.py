@@ -87,7 +87,10 @@ def watched(algorithm: types.ModuleType) -> tuple[Any, list[dict[str, Any]]]:
 
     def roles(cfg: Any) -> dict[str, Any]:
         table = algorithm.roles(cfg)
-        table["actor"] = partial(table["actor"], loss=with_gap(table["actor"].keywords["loss"]))
+        losses = ("loss", "measured_loss")
+        given = {name: table["actor"].keywords.get(name) for name in losses}
+        watched = {name: with_gap(loss) for name, loss in given.items() if loss}
+        table["actor"] = partial(table["actor"], **watched)
         return table
 
     vars(module).update(step=step, roles=roles)

@@ -111,6 +111,7 @@ class SymbolicModels:
 
     def __init__(self, builders: Mapping[str, Any], recorder: Recorder) -> None:
         self.memory: dict[str, Any] = {}
+        self.rollout_agrees = False
         self.more_prompts = lambda: recorder.given
         self.more_texts = recorder.texts
         self.step = 1

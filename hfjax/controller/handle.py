@@ -254,6 +254,7 @@ class Models:
         self.calls = Calls(runtime, deadline_s, self.shutdown)
         self.step = 0  # the caller counts; calls, errors and records carry it
         self.memory: dict[str, Any] = {}  # what an algorithm keeps between steps, as JSON has it
+        self.rollout_agrees = False  # log-probs while sampling are training's to rounding
         self.more_texts: Callable[[], Batch]  # of the pretraining loss
         self.more_prompts: Callable[[], Batch]  # the next batch of prompts, where a run has them
 
