@@ -107,6 +107,17 @@ def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     return batch, metrics | (m.cost_critic.update_critic(batch) if cfg.cost_critic else {})
 
 
+def evaluate(m: Any, prompts: Batch, cfg: Settings) -> dict[str, np.ndarray]:
+    """Of greedy responses, a number each: score, cost, and whether that is within the limit."""
+    batch = prompts | m.actor.generate_sequences(prompts, greedy=True)
+    batch |= m.reward.compute_reward(batch, evaluates=True)
+    batch |= m.cost.compute_cost(batch)
+    scored_B = batch["response_mask"].any(-1)
+    found = {"reward/mean@1": batch["score"], "cost/mean@1": batch["cost"]}
+    found |= {"safe_rate": (batch["cost"] <= cfg.cost_limit).astype(np.float32)}
+    return {name: np.where(scored_B, x_B, np.nan) for name, x_B in found.items()}
+
+
 def pretrain_loss(
     outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
 ) -> tuple[jax.Array, Mapping[str, Mean]]:

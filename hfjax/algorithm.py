@@ -3,7 +3,8 @@
 
 A module has Settings, roles(cfg) and step(m, prompts, cfg). It may have DATA, the kind of its rows
 (hfjax.items); check(config), which refuses settings of a whole run before anything starts; and
-evaluate(m, batch, cfg), named numbers (one a row, or one a pair) whose means are reported.
+evaluate(m, batch, cfg), named numbers (one a row, or one a pair; NaN: none) whose means are
+reported, a mean for each data_source.
 """
 
 import dataclasses

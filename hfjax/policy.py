@@ -102,6 +102,14 @@ def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
     return scored | Batch(response_mask=mask_BT & kept_B[:, None], metrics=metrics)
 
 
+def greedy_scores(m: Any, prompts: Batch, cfg: Any = None) -> dict[str, np.ndarray]:
+    """reward/mean@1 (B,): of greedy responses; NaN where the function failed."""
+    batch = prompts | m.actor.generate_sequences(prompts, greedy=True)
+    batch |= m.reward.compute_reward(batch, evaluates=True)
+    scored_B = batch["response_mask"].any(-1)
+    return {"reward/mean@1": np.where(scored_B, batch["score"], np.nan)}
+
+
 def reference(cfg: PolicySettings) -> dict[str, Any]:
     """The reference role, where the divergence from it is asked for."""
     return {} if cfg.kl.where == "none" else {"reference": partial(Reference)}

@@ -41,7 +41,7 @@ from hfjax.metrics import (
     timing_metrics,
 )
 from hfjax.models.hf import resolve_model
-from hfjax.policy import APART, LARGEST_GAP
+from hfjax.policy import APART, LARGEST_GAP, greedy_scores
 from hfjax.prepare import prepare
 from hfjax.rundir import began, check_state, find_run, open_directory
 from hfjax.timeline import Timeline
@@ -277,25 +277,22 @@ class Run:
 
     def _evaluated(self, batch: Batch, count: int) -> dict[str, Metric]:
         """Means over the first `count` rows, not divided yet."""
-        if evaluate := getattr(self.algorithm, "evaluate", None):
-            numbers = evaluate(self.models, batch, self.config.algorithm)
-            real = {name: x[: len(x) * count // len(batch)] for name, x in numbers.items()}
-            return {name: Mean(float(np.sum(x)), float(len(x))) for name, x in real.items()}
-        if self.plan.rollout is None:
+        evaluate = getattr(self.algorithm, "evaluate", greedy_scores)
+        if evaluate is greedy_scores and self.plan.rollout is None:
             batch |= self.models.actor.compute_log_prob(batch)
             mask = batch["response_mask"][:count]
             nll = -batch["old_log_probs"][:count][mask].astype(np.float64)
             return {"nll": Mean(float(nll.sum()), float(nll.size))}
-        batch |= self.models.actor.generate_sequences(batch, greedy=True)
-        batch |= self.models.reward.compute_reward(batch, evaluates=True)
+        numbers = evaluate(self.models, batch, self.config.algorithm)
         found: dict[str, Metric] = {}
-        sources = batch["data_source"] if "data_source" in batch else [""] * count
-        scored = batch["response_mask"].any(axis=-1)  # the function failed on the others
-        rows = zip(sources, batch["score"], scored, strict=True)
-        for source, score, ok in itertools.islice(rows, count):
-            name = f"{source or 'all'}/reward/mean@1"
-            found = merge(found, {"failed": Mean(0.0 if ok else 1.0, 1.0)})
-            found = merge(found, {name: Mean(float(score), 1.0)} if ok else {})
+        sourced = "data_source" in batch
+        for name, x in numbers.items():
+            real = np.asarray(x, np.float64)[: len(x) * count // len(batch)]
+            for row, number in enumerate(real):
+                full = f"{batch['data_source'][row] or 'all'}/{name}" if sourced else name
+                ok = math.isfinite(number)  # the function failed on the others
+                found = merge(found, {"failed": Mean(0.0 if ok else 1.0, 1.0)})
+                found = merge(found, {full: Mean(float(number), 1.0)} if ok else {})
         return found
 
     def save_roles(self, step: int) -> dict[str, float]:
