@@ -17,7 +17,7 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.metrics import finalize, stage
-from hfjax.policy import PolicySettings, actor, old_log_probs, reference
+from hfjax.policy import PolicySettings, actor, check_group, old_log_probs, reference
 from hfjax.roles import Reward
 
 
@@ -43,11 +43,7 @@ class Settings(PolicySettings):
 
 def check(config: Any) -> None:
     """Refuses settings of a whole run that GRPO cannot work with."""
-    if config.rollout.n < 2:
-        raise ValueError(
-            f"rollout.n={config.rollout.n}: GRPO compares the responses of one prompt; use 2 or "
-            "more, as 8"
-        )
+    check_group(config, "GRPO")
     if (start := config.algorithm.overlong_from) >= config.rollout.max_new_tokens:
         raise ValueError(
             f"algorithm.overlong_from={start}: no response is longer than rollout.max_new_tokens="

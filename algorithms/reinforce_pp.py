@@ -16,6 +16,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    check_group,
     old_log_probs,
     reference,
     reward_columns,
@@ -45,11 +46,8 @@ class Settings(PolicySettings):
 
 def check(config: Any) -> None:
     """Refuses settings of a whole run that do not fit together."""
-    if config.algorithm.baseline == "group" and config.rollout.n < 2:
-        raise ValueError(
-            f"rollout.n={config.rollout.n}: algorithm.baseline=group compares the responses of one "
-            "prompt; use 2 or more, as 4"
-        )
+    if config.algorithm.baseline == "group":
+        check_group(config, "algorithm.baseline=group")
 
 
 def roles(cfg: Settings) -> dict[str, Any]:

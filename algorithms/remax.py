@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReMax: no critic, the score of the greedy response is the baseline (arXiv 2310.10505).
 
-With rollout.n above 1 the responses of a prompt share the baseline, which is computed for each.
+With rollout.n above 1 the responses of a prompt share the baseline.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from hfjax import rl
 from hfjax.batch import Batch
@@ -50,26 +51,28 @@ def roles(cfg: Settings) -> dict[str, Any]:
 def step(m: Any, prompts: Batch, cfg: Settings) -> tuple[Batch, Any]:
     """Two generations, preparation, training."""
     batch = prompts | m.actor.generate_sequences(prompts)
-    greedy = prompts | m.actor.generate_sequences(prompts, greedy=True)
+    greedy = prompts.select(rl.first_rows(prompts["uid"]))
+    greedy |= m.actor.generate_sequences(greedy, greedy=True, group=1)
     batch |= old_log_probs(m, batch, cfg)
     if cfg.kl.where != "none":
         batch |= m.reference.compute_ref_log_prob(batch)
     batch |= m.reward.compute_reward(batch)
-    greedy |= m.reward.compute_reward(greedy)
+    greedy |= m.reward.compute_reward(greedy, group=1)
     batch |= compute_advantage(batch, greedy, cfg, m.memory)
     return batch, m.actor.update_actor(batch)
 
 
 @stage("adv")
 def compute_advantage(batch: Batch, greedy: Batch, cfg: Settings, memory: dict[str, Any]) -> Batch:
-    """What is still to come of a token's rewards, less the greedy response's score.
+    """What is still to come of a token's rewards, less the score of the prompt's greedy response.
 
     Rows without that score, because its reward failed, are left out.
     """
-    scored_B = greedy["response_mask"].any(-1)
+    _, of_B = np.unique(batch["uid"], return_inverse=True)  # greedy's rows are in this order
+    scored_B = greedy["response_mask"].any(-1)[of_B]
     columns = reward_columns(batch, cfg.kl, memory)
     columns |= {"response_mask": columns["response_mask"] & scored_B[:, None]}
-    more = _advantage(columns | {"baseline": greedy["score"]}, cfg=cfg)
+    more = _advantage(columns | {"baseline": greedy["score"][of_B]}, cfg=cfg)
     metrics = steer_kl(columns, cfg.kl, memory)
     return Batch(more, response_mask=columns["response_mask"], metrics=metrics)
 

@@ -14,6 +14,7 @@ from hfjax.metrics import stage
 from hfjax.policy import (
     PolicySettings,
     actor,
+    check_group,
     old_log_probs,
     reference,
     reward_columns,
@@ -32,11 +33,7 @@ class Settings(PolicySettings):
 
 def check(config: Any) -> None:
     """Refuses settings of a whole run that RLOO cannot work with."""
-    if config.rollout.n < 2:
-        raise ValueError(
-            f"rollout.n={config.rollout.n}: RLOO compares the responses of one prompt; use 2 or "
-            "more, as 4"
-        )
+    check_group(config, "RLOO")
 
 
 def roles(cfg: Settings) -> dict[str, Any]:

@@ -102,6 +102,15 @@ def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
     return scored | Batch(response_mask=mask_BT & kept_B[:, None], metrics=metrics)
 
 
+def check_group(config: Any, name: str) -> None:
+    """Refuses one response a prompt where an algorithm compares several."""
+    if config.rollout.n < 2:
+        raise ValueError(
+            f"rollout.n={config.rollout.n}: {name} compares the responses of one prompt; use 2 or "
+            "more, as 8"
+        )
+
+
 def greedy_scores(m: Any, prompts: Batch, cfg: Any = None) -> dict[str, np.ndarray]:
     """reward/mean@1 (B,): of greedy responses; NaN where the function failed."""
     batch = prompts | m.actor.generate_sequences(prompts, greedy=True)

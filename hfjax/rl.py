@@ -367,6 +367,11 @@ def rloo_advantages(
     return np.where(keep_B & (n > 1), x - (total - x) / others, 0.0).astype(np.float32)
 
 
+def first_rows(group_B: np.ndarray) -> np.ndarray:
+    """(groups,) the first row of each group, groups in ascending order."""
+    return np.unique(group_B, return_index=True)[1]
+
+
 def check_overlong(start: int, buffer: int, factor: float) -> None:
     """Refuse a length penalty of which one part is missing; for settings at the start."""
     both_or_neither = (start > 0) == (buffer > 0) and min(start, buffer) >= 0

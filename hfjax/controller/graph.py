@@ -48,7 +48,7 @@ class Recorder:
         self.given = given
         self._inputs = [given.column(name) for name in given.names]  # no call made these
         self._rows = len(given)
-        self._read: list[tuple[str, int]] = []  # a column, and the call that wrote it
+        self._read: list[tuple[str, int, int]] = []  # a column, the call that wrote it, its rows
         self._arithmetic: int | None = None
 
     def call(self, role: str, method: str, declared: Method, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +62,10 @@ class Recorder:
         number = self._enter(role, method, inputs, reads, declared.writes)
         if not declared.writes:
             return Metrics({})
-        every, made_by = range(self._rows), frozenset({number})
-        pieces = {name: [Piece((name, number), every, every)] for name in declared.writes}
-        return Batch(
-            {name: Future(p, self._rows, self._fetch, made_by) for name, p in pieces.items()}
-        )
+        rows, made_by = len(batch), frozenset({number})
+        every = range(rows)
+        pieces = {name: [Piece((name, number, rows), every, every)] for name in declared.writes}
+        return Batch({name: Future(p, rows, self._fetch, made_by) for name, p in pieces.items()})
 
     def texts(self) -> Batch:
         """Whole rows, as a pretraining loss reads them."""
@@ -94,7 +93,7 @@ class Recorder:
         if any(column is each for each in self._inputs):
             return frozenset()
         if self._read:
-            names, calls = zip(*dict.fromkeys(self._read), strict=True)
+            names, calls, _ = zip(*dict.fromkeys(self._read), strict=True)
             before = () if self._arithmetic is None else (self._arithmetic,)
             inputs = frozenset((*calls, *before))
             self._arithmetic = self._enter(CONTROLLER, "arithmetic", inputs, names, ())
@@ -103,7 +102,7 @@ class Recorder:
 
     def _fetch(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
         self._read += refs
-        return [zeros(name, self._rows) for name, _ in refs]
+        return [zeros(name, rows) for name, _, rows in refs]
 
 
 class SymbolicModels:

@@ -45,6 +45,7 @@ class RoleHandle:
     `handle.name(batch, **kwargs)` gives a Batch of the written columns as futures, or Metrics where
     a method writes none, or, for a method without columns, a Reply. With runtime 'ray' it returns
     at once; a role in this process (beside the controller, or runtime 'local') computes first.
+    `group=k` says how many neighbouring rows stay together where these are not the run's.
     """
 
     def __init__(
@@ -71,12 +72,21 @@ class RoleHandle:
         declared = self.methods[name]
         return partial(self._call if declared.takes_batch else self._command, name, declared)
 
-    def _call(self, name: str, declared: Method, batch: Batch, /, **kwargs: Any) -> Any:
+    def _call(
+        self,
+        name: str,
+        declared: Method,
+        batch: Batch,
+        /,
+        *,
+        group: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
         models = self.models
         models.calls.check()
         self.n_calls += 1
         columns = self._columns(name, declared, batch)
-        n_rows, group = len(batch), models.group
+        n_rows, group = len(batch), models.group if group is None else group
         rows = declared.protocol.distribute(self.ranks, n_rows, group)
         answers = declared.protocol.collect(self.ranks, n_rows, group)
         pieces, values = self._distributed(columns, rows)

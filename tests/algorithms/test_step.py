@@ -69,16 +69,28 @@ def test_kl_inside_the_reward_is_refused_where_scores_are_compared_by_group() ->
 
 
 def test_remax_takes_the_greedy_score_from_what_is_to_come() -> None:
-    """Row 1's greedy reward failed: it has no baseline, and is not trained."""
+    """The greedy reward of row 1's prompt failed: it has no baseline, and is not trained."""
     cfg = remax.Settings(kl=KLConfig(where="reward", estimator="k1", coef=0.1))
     greedy = Batch(
         score=np.array([0.25, 9.0], np.float32),
         response_mask=np.array([[0, 1, 0], [0, 0, 0]], bool),
     )
-    columns = remax.compute_advantage(_batch(), greedy, cfg, {})
+    batch = _batch() | {"uid": np.array([4, 7])}
+    columns = remax.compute_advantage(batch, greedy, cfg, {})
     expected = [[0, 0.90 - 0.25, 0.95 - 0.25, 0], [0, 0, 0, 0]]
     np.testing.assert_allclose(columns["advantages"], expected, atol=1e-6)
     assert columns["response_mask"].any(-1).tolist() == [True, False]
+
+
+def test_responses_of_a_prompt_share_the_baseline_of_remax() -> None:
+    mask_BT = np.ones((4, 2), bool)
+    score_B = np.arange(4, dtype=np.float32)
+    batch = Batch(score=score_B, response_mask=mask_BT, uid=np.array([9, 9, 3, 3]))
+    greedy = batch.select(rl.first_rows(batch["uid"]))  # of prompt 3, then of prompt 9
+    assert greedy["score"].tolist() == [2, 0]
+    cfg = remax.Settings(kl=KLConfig(where="none"))
+    found = remax.compute_advantage(batch, greedy, cfg, {})["advantages"]
+    assert found[:, 0].tolist() == [0, 1, 0, 1]
 
 
 def test_rloo_compares_a_response_with_the_others() -> None:
@@ -251,7 +263,7 @@ def test_remax_rewards_what_beats_the_greedy_response(
 ) -> None:
     mask_BT = np.array([[0, 1, 1], [0, 1, 0]], bool)
     batch, baseline = (
-        Batch(score=np.array(score, np.float32), response_mask=mask_BT)
+        Batch(score=np.array(score, np.float32), response_mask=mask_BT, uid=np.arange(2))
         for score in (sampled, greedy)
     )
     cfg = remax.Settings(kl=KLConfig(where="none"))
