@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from algorithms.ppo import critic_loss
@@ -35,7 +36,7 @@ LOG_MULTIPLIER, COSTS = "log_multiplier", "episode_costs"  # in the algorithm's 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(PolicySettings):
-    """Safe RLHF's constants; defaults are its authors', who also clip token rewards at 50."""
+    """Safe RLHF's constants; defaults are its authors'."""
 
     dual_clip: float = 0.0  # bounds the loss of negative advantages; 0: it does not
     cost_limit: float = 0.0  # mean cost of a response that is allowed
@@ -47,6 +48,7 @@ class Settings(PolicySettings):
     ptx_coef: float = 0.0  # weight of the pretraining loss, of texts in data.pretrain; 0: none
     gamma: float = 1.0  # discount a token
     lam: float = 0.95  # lambda of generalised advantage estimation
+    score_clip: float = 50.0  # no token's reward or cost is larger, KL included
     value_clip: float = 5.0  # how far a value may move from the one before the update
     aggregation: rl.Aggregation = "seq-mean-token-mean"  # of token losses over the mini-batch
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.01)  # from the reference
@@ -56,7 +58,7 @@ class Settings(PolicySettings):
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"algorithm.{name}={getattr(self, name)}: must lie in [0, 1]")
-        for name in ("value_clip", "multiplier_lr", "multiplier_max", "cost_window"):
+        for name in ("score_clip", "value_clip", "multiplier_lr", "multiplier_max", "cost_window"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"algorithm.{name}={getattr(self, name)}: must be above 0")
         if not 0 <= self.ptx_coef < float("inf"):
@@ -169,6 +171,10 @@ def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Ar
     reward_BT = rewards["token_level_rewards"]
     cost_BT = rl.token_rewards(columns["cost"], mask_BT)
     cost_BT += rewards["token_level_scores"] - reward_BT  # + beta kl, so that it counts once
+    reward_BT, cost_BT = (
+        jnp.clip(x, -cfg.score_clip, cfg.score_clip) for x in (reward_BT, cost_BT)
+    )
+    rewards |= {"token_level_rewards": reward_BT}
     back = partial(rl.gae, mask_BT=mask_BT, gamma=cfg.gamma, lam=cfg.lam)
     if not cfg.cost_critic:
         advantages_BT, returns_BT = back(
