@@ -171,9 +171,8 @@ def _advantage(columns: Mapping[str, Any], *, cfg: Settings) -> dict[str, jax.Ar
     reward_BT = rewards["token_level_rewards"]
     cost_BT = rl.token_rewards(columns["cost"], mask_BT)
     cost_BT += rewards["token_level_scores"] - reward_BT  # + beta kl, so that it counts once
-    reward_BT, cost_BT = (
-        jnp.clip(x, -cfg.score_clip, cfg.score_clip) for x in (reward_BT, cost_BT)
-    )
+    reward_BT = jnp.clip(reward_BT, -cfg.score_clip, cfg.score_clip)
+    cost_BT = jnp.clip(cost_BT, -cfg.score_clip, cfg.score_clip)
     rewards |= {"token_level_rewards": reward_BT}
     back = partial(rl.gae, mask_BT=mask_BT, gamma=cfg.gamma, lam=cfg.lam)
     if not cfg.cost_critic:

@@ -187,6 +187,15 @@ def test_the_combined_reward_carries_the_kl_once(two: bool) -> None:
     assert ("cost_returns" in columns) == two
 
 
+def test_rewards_and_costs_of_tokens_are_clipped() -> None:
+    cfg = safe_rlhf.Settings(kl=KLConfig(where="none"), score_clip=0.5, multiplier_lr=1e-9)
+    batch = _costly() | {"values": np.zeros((2, 4), np.float32)}
+    columns = safe_rlhf.compute_advantage(batch | {"cost": np.array([9.0, -9.0])}, cfg, {})
+    assert columns["token_level_rewards"].max() == 0.5
+    assert columns["cost_returns"].max() == 0.5
+    assert columns["cost_returns"].min() == -0.5
+
+
 def test_without_a_multiplier_costs_are_only_watched() -> None:
     cfg = safe_rlhf.Settings(multiplier=0.0, lam=1.0)
     safe = safe_rlhf.compute_advantage(_costly(), cfg, {})
