@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An algorithm's dataflow, from the step function that runs: HybridFlow's figures 5 and 6."""
 
+import json
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,6 +11,9 @@ from algorithms import dpo, grpo, ppo, reinforce_pp, remax, reward_model, rloo, 
 from hfjax.algorithm import dataflow
 from hfjax.config import KLConfig
 from hfjax.controller.graph import CONTROLLER, depths, text
+from hfjax.run import train
+from tests.fixtures import write_tiny_hf
+from tests.test_run import configured
 
 ALL = (ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf, dpo, reward_model, sft)
 
@@ -68,3 +73,19 @@ def test_every_algorithm_has_a_graph_without_cycles_and_a_text(algorithm: Module
 
 def test_a_pretraining_loss_is_a_call_that_waits_for_nothing() -> None:
     assert dict(named(safe_rlhf, ptx_coef=16.0))["actor.update_pretrain"] == []
+
+
+def test_a_run_makes_the_calls_of_the_graph_and_they_wait_for_the_same(tmp_path: Path) -> None:
+    """One step function: run with a timeline, and traced on columns that stand for values."""
+    model = write_tiny_hf(tmp_path / "model")
+    config = configured(ppo, tmp_path, model, [[3, 4, 5], [6, 7]], trace=True)
+    lines = (train(ppo, config) / "trace.json").read_text()
+    found = [event["args"] | event for event in json.loads(lines.rstrip().rstrip(",") + "]")]
+    calls = [event for event in found if event.get("step") == 1 and "call" in event]
+    ran = {event["call"]: event for event in sorted(calls, key=lambda event: event["call"])}
+    nodes = [n for n in dataflow(ppo, config.algorithm, ["reward"]) if n.role != CONTROLLER]
+    drawn = {node.number: f"{node.role}.{node.method}" for node in nodes}
+    assert [event["name"] for event in ran.values()][: len(nodes)] == list(drawn.values())
+    for event, node in zip(ran.values(), nodes, strict=False):
+        waits = {ran[number]["name"] for number in event["after"]}
+        assert waits == {drawn[number] for number in node.inputs & drawn.keys()}
