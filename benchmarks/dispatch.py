@@ -9,12 +9,12 @@ worker runs. Exit status 1 where payload passed the driver, or memory grew.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from meshes.placement import Placement, Pool, RolePlacement
 
 ROWS = 64
 LAG_S = 1.0  # Ray frees objects in the background, and counts them now and then
-GROWTH = 0.1  # that memory may show between the tenth step and the last
+STORE_GROWTH, RESIDENT_GROWTH = 0.1, 0.05  # that may be seen from the tenth step to the last
 
 
 class Passer:
@@ -127,24 +127,35 @@ def gauge_error() -> float:
     return error
 
 
-def resident(pid: int | str = "self") -> int:
-    """Bytes of a process's memory."""
-    fields = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident(pid: int | str) -> int:
+    """Bytes of a process's memory without the object store's pages, which processes share."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return sum(int(status[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssFile"))
 
 
-def left_behind(models: Models, steps: int, at: Sequence[int]) -> dict[int, tuple[float, int]]:
-    """Bytes in the object store and of the driver, at some of so many steps of a megabyte.
+@dataclass(frozen=True)
+class Held:
+    """Bytes that are in use after a step: in the object store, by the driver and each worker."""
+
+    store: float
+    resident: tuple[int, ...]
+
+
+def left_behind(models: Models, steps: int, at: Sequence[int]) -> dict[int, Held]:
+    """What is held after some of so many steps of a megabyte.
 
     As a trainer does, a step holds its batch until the next one.
     """
-    x, seen = np.zeros((ROWS, 250_000 // ROWS), np.float32), {}
+    x, seen = np.zeros((ROWS, 1_000_000 // 4 // ROWS), np.float32), {}
+    pools: list[Any] = [handle.pool for handle in models.handles.values()]
+    pids = ["self", *(hello["pid"] for pool in pools for hello in pool.hellos)]
     for step in range(1, steps + 1):
         made = models.a.first(Batch(x=x))
         models.b.second(made)["z"]
         models.drain()
         if step in at:
-            seen[step] = store_used(), resident()
+            seen[step] = Held(store_used(), tuple(map(resident, pids)))
     return seen
 
 
@@ -181,10 +192,14 @@ def show_toys(calls: int, steps: int) -> bool:
         fine &= error < 0.01
         print(f"object store: an object of 100 MB is seen to {error:.1%}; steps of 1 MB:")
         found = left_behind(models, steps, at := sorted({10, min(60, steps), steps}))
-        for step, (used, driver) in found.items():
-            print(f"  after step {step:3}: {used:>11,.0f} bytes held, driver {driver / 1e6:.1f} MB")
-        for of in (0, 1):
-            fine &= found[steps][of] <= found[at[0]][of] * (1 + GROWTH)
+        for step, held in found.items():
+            sizes = ", ".join(f"{nbytes / 1e6:.1f}" for nbytes in held.resident)
+            print(f"  after step {step:3}: {held.store:>11,.0f} bytes in the store; driver and")
+            print(f"    workers hold {sizes} MB")
+        early, late = found[at[0]], found[steps]
+        pairs = zip(early.resident, late.resident, strict=True)
+        fine &= late.store <= early.store * (1 + STORE_GROWTH)
+        fine &= all(now <= then * (1 + RESIDENT_GROWTH) for then, now in pairs)
     return fine
 
 
