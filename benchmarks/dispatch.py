@@ -208,11 +208,9 @@ def show_ppo(steps: int, out: Path) -> None:
     seconds = run("laptop", steps, out)
     pairs = idle_shares(read_bars(out / "trace.json"))
     idle, without_reward = (statistics.median(shares) for shares in zip(*pairs, strict=True))
-    print(
-        f"PPO on the embedded model, {statistics.median(seconds):.3f} s a step: no worker busy in"
-    )
-    print(f"  {idle:.1%} of an iteration, {without_reward:.1%} without the reward function, which")
-    print(f"  runs beside the controller; medians of {len(pairs)}")
+    print(f"PPO on the embedded model, {statistics.median(seconds):.3f} s a step: no worker runs")
+    print(f"  in {idle:.1%} of an iteration; neither a worker nor the reward function, which is")
+    print(f"  beside the controller, in {without_reward:.1%}; medians of {len(pairs)}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
