@@ -1,22 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the single controller costs: a call's dispatch, the bytes it sees, what it leaves behind.
 
-    python -m benchmarks.dispatch [--calls 200] [--steps 200]
+    python -m benchmarks.dispatch [--calls 200] [--steps 200] [--ppo-steps 24]
 
-Toy roles in two pools of Ray processes pass columns on. Nothing is computed: what is measured is
-the controller's.
+Toy roles in two pools of Ray processes pass columns on; nothing is computed there, so that what is
+measured is the controller's. Then PPO on the embedded model: the share of an iteration in which no
+worker runs. Exit status 1 where payload passed the driver, or memory grew.
 """
 
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.figure14 import host
+from benchmarks.overlap import CONTROLLER, HERE, WARM, Bar, busy_s, read_bars, run, warm_steps
 from hfjax.batch import Batch
 from hfjax.controller.handle import Models, start
 from hfjax.controller.protocol import THREE_D_PROTO, Answer, Shard, method
@@ -25,7 +30,8 @@ from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 
 ROWS = 64
-SETTLE_S = 30.0  # Ray frees objects in the background
+LAG_S = 1.0  # Ray frees objects in the background, and counts them now and then
+STORE_GROWTH, RESIDENT_GROWTH = 0.1, 0.05  # that may be seen from the tenth step to the last
 
 
 class Passer:
@@ -101,57 +107,124 @@ def passed_on(models: Models, watch: Watch, megabytes: int) -> tuple[int, int, f
 
 
 def store_used() -> float:
-    """Bytes that Ray's object store holds."""
+    """Bytes that Ray's object store holds; they follow the truth within half a second."""
     import ray
 
+    time.sleep(LAG_S)
     about: Any = ray  # its stubs call these optional
     total, free = about.cluster_resources(), about.available_resources()
     return total["object_store_memory"] - free.get("object_store_memory", 0.0)
 
 
-def left_behind(models: Models, steps: int) -> tuple[float, float]:
-    """Bytes in the object store before and after so many steps of ten megabytes."""
-    batch = Batch(x=np.zeros((ROWS, 10 * 250_000 // ROWS), np.float32))
-    models.drain()
-    before = settled(0.0)
-    for _ in range(steps):
-        models.b.second(models.a.first(batch))["z"]
+def gauge_error() -> float:
+    """How far `store_used` is from a held object's bytes, relative: it must see them."""
+    import ray
+
+    before, held = store_used(), np.zeros(100_000_000, np.int8)
+    ref = ray.put(held)
+    error = abs(store_used() - before - held.nbytes) / held.nbytes
+    del ref
+    return error
+
+
+def resident(pid: int | str) -> int:
+    """Bytes of a process's memory without the object store's pages, which processes share."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return sum(int(status[kind].split()[0]) * 1024 for kind in ("RssAnon", "RssFile"))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that are in use after a step: in the object store, by the driver and each worker."""
+
+    store: float
+    resident: tuple[int, ...]
+
+
+def left_behind(models: Models, steps: int, at: Sequence[int]) -> dict[int, Held]:
+    """What is held after some of so many steps of a megabyte.
+
+    As a trainer does, a step holds its batch until the next one.
+    """
+    x, seen = np.zeros((ROWS, 1_000_000 // 4 // ROWS), np.float32), {}
+    pools: list[Any] = [handle.pool for handle in models.handles.values()]
+    pids = ["self", *(hello["pid"] for pool in pools for hello in pool.hellos)]
+    for step in range(1, steps + 1):
+        made = models.a.first(Batch(x=x))
+        models.b.second(made)["z"]
         models.drain()
-    return before, settled(before)
+        if step in at:
+            seen[step] = Held(store_used(), tuple(map(resident, pids)))
+    return seen
 
 
-def settled(least: float) -> float:
-    """What the store holds when it has come down to `least`, or has stopped falling."""
-    until, last = time.monotonic() + SETTLE_S, float("inf")
-    while (used := store_used()) > least + 4e6 and used < last and time.monotonic() < until:
-        last = used
-        time.sleep(2.0)
-    return store_used()
+def idle_shares(bars: Sequence[Bar]) -> list[tuple[float, float]]:
+    """Of each iteration after warm-up, the share with no worker busy, and with no reward either.
+
+    An iteration lasts until the next begins: metrics and log are in it.
+    """
+    steps = warm_steps(bars)
+    begins = [min(bar.begin_s for bar in step) for step in steps]
+    shares = []
+    for step, begin_s, end_s in zip(steps, begins, begins[1:], strict=False):
+        workers = busy_s(bar for bar in step if bar.pool not in HERE)
+        all_roles = busy_s(bar for bar in step if bar.pool != CONTROLLER)
+        shares.append(tuple(1 - busy / (end_s - begin_s) for busy in (workers, all_roles)))
+    return shares
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the numbers; 1 where payload passed the driver or the object store grew."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch")
-    parser.add_argument("--calls", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=200)
-    options = parser.parse_args(arguments)
-    print(f"Two pools of a process each on Ray; {host()}")
+def show_toys(calls: int, steps: int) -> bool:
+    """Prints what toy roles measure; whether nothing passed the driver and nothing grew."""
     fine = True
     with start(placement(), {"a": Passer, "b": Passer}, log_to_driver=False) as models:
         watch = Watch(models)
         dispatched(models, 10)
-        sent_s, done_s = dispatched(models, options.calls)
+        sent_s, done_s = dispatched(models, calls)
         print(f"a call of {ROWS} rows: on its way after {sent_s * 1e3:.2f} ms, done and read after")
-        print(f"  {done_s * 1e3:.2f} ms; medians of {options.calls}")
+        print(f"  {done_s * 1e3:.2f} ms; medians of {calls}")
         for megabytes in (1, 100):
             size, seen, took_s = passed_on(models, watch, megabytes)
             fine &= seen <= ROWS * 8
             print(f"a column of {size:,} bytes from role to role: the driver read {seen:,} bytes;")
             print(f"  {took_s:.3f} s with its way in")
-        before, after = left_behind(models, options.steps)
-        fine &= after <= before + 4e6
-        print(f"object store before {options.steps} steps of 10 MB: {before:,.0f} bytes, after:")
-        print(f"  {after:,.0f}")
+        error = gauge_error()
+        fine &= error < 0.01
+        print(f"object store: an object of 100 MB is seen to {error:.1%}; steps of 1 MB:")
+        found = left_behind(models, steps, at := sorted({10, min(60, steps), steps}))
+        for step, held in found.items():
+            sizes = ", ".join(f"{nbytes / 1e6:.1f}" for nbytes in held.resident)
+            print(f"  after step {step:3}: {held.store:>11,.0f} bytes in the store; driver and")
+            print(f"    workers hold {sizes} MB")
+        early, late = found[at[0]], found[steps]
+        pairs = zip(early.resident, late.resident, strict=True)
+        fine &= late.store <= early.store * (1 + STORE_GROWTH)
+        fine &= all(now <= then * (1 + RESIDENT_GROWTH) for then, now in pairs)
+    return fine
+
+
+def show_ppo(steps: int, out: Path) -> None:
+    """Prints the share of an iteration in which no worker is busy, of PPO with runtime ray."""
+    seconds = run("laptop", steps, out)
+    pairs = idle_shares(read_bars(out / "trace.json"))
+    idle, without_reward = (statistics.median(shares) for shares in zip(*pairs, strict=True))
+    print(f"PPO on the embedded model, {statistics.median(seconds):.3f} s a step: no worker runs")
+    print(f"  in {idle:.1%} of an iteration; neither a worker nor the reward function, which is")
+    print(f"  beside the controller, in {without_reward:.1%}; medians of {len(pairs)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the numbers; 1 where payload passed the driver, or memory grew."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch")
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--ppo-steps", type=int, default=24)
+    options = parser.parse_args(arguments)
+    if options.steps <= 10 or options.ppo_steps < WARM + 3:
+        parser.error(f"use more than 10 --steps and at least {WARM + 3} --ppo-steps")
+    print(f"Ray, two pools of a process each; {host()}")
+    fine = show_toys(options.calls, options.steps)
+    show_ppo(options.ppo_steps, Path(tempfile.mkdtemp(prefix="hfjax-dispatch-")) / "ppo")
     return 0 if fine else 1
 
 

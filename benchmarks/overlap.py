@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs beside what: PPO on one pool and on two, from the timelines that the runs write.
 
-    python -m benchmarks.overlap [--placements cpu8_colocate cpu8_split] [--steps 6] [--out DIR]
+    python -m benchmarks.overlap [--placements cpu8_colocate cpu8_split] [--steps 12] [--rounds 3]
 
-Exit status 1 when calls of one pool overlap, or where a placement has several and neither
-preparation nor training does. Simulated
-devices share the cores of this host: overlap shows in the picture more than in the seconds.
+Exit status 1 where two calls overlap in one process, or where a placement has several pools and in
+some step they do not prepare side by side, or do not train side by side.
 """
 
 import argparse
@@ -18,19 +17,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from benchmarks.figure14 import host
 
 DEADLINE_S = 1200  # of a run
 WARM = 2  # first steps, which compile
 COLUMNS = 72  # of the picture
-TOLERANCE_S = 1e-4  # of two clocks of one host
-DRIVER = "driver"  # the pool of roles beside the controller: a reward function
-BESIDE = {  # what two pools must do side by side
-    frozenset(("critic.compute_values", "reference.compute_ref_log_prob")),
-    frozenset(("critic.update_critic", "actor.update_actor")),
+TOLERANCE_S = 1e-4  # of the processes' clocks
+CONTROLLER, DRIVER = "controller", "driver"  # its stages, and the pool of roles beside it
+HERE = (CONTROLLER, DRIVER)  # they have no devices
+PREPARE = {
+    "actor.compute_log_prob",
+    "critic.compute_values",
+    "reference.compute_ref_log_prob",
+    "reward.compute_reward",
 }
+TRAIN = {"critic.update_critic", "actor.update_actor"}
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Bar:
     rank: int
     begin_s: float
     end_s: float
-    step: int
+    step: int = 0
 
     def shared_s(self, other: "Bar") -> float:
-        """Seconds in which both run."""
+        """Seconds in which both run; negative, those between them."""
         return min(self.end_s, other.end_s) - max(self.begin_s, other.begin_s)
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """The bars of a timeline; the controller's have step 0."""
+    """The bars of a timeline."""
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     pools = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     return [
@@ -67,86 +69,123 @@ def read_bars(path: Path) -> list[Bar]:
     ]
 
 
+def warm_steps(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """The bars of each step after warm-up but the last, which an evaluation and a save follow."""
+    steps: dict[int, list[Bar]] = {}
+    for bar in bars:
+        steps.setdefault(bar.step, []).append(bar)
+    return [steps[step] for step in sorted(steps) if WARM < step < max(steps)]
+
+
 def inside(bars: Sequence[Bar]) -> float:
-    """The most seconds that two calls of one pool share, on any of its processes."""
-    same = (
-        a.shared_s(b) for a, b in combinations(bars, 2) if a.pool == b.pool and a.name != b.name
-    )
+    """The most seconds that two calls share in one process."""
+    same = (a.shared_s(b) for a, b in combinations(bars, 2) if (a.pool, a.rank) == (b.pool, b.rank))
     return max(0.0, max(same, default=0.0))
 
 
 def across(bars: Sequence[Bar]) -> dict[tuple[str, str], float]:
-    """Seconds that calls of different pools share, by their names, of first ranks."""
+    """Seconds that calls of different pools share, by their names in order, of first ranks.
+
+    The controller's stages are left out: most of what they do is wait.
+    """
     found: dict[tuple[str, str], float] = {}
-    for a, b in combinations([bar for bar in bars if bar.rank == 0], 2):
-        if a.pool != b.pool and (shared := a.shared_s(b)) > TOLERANCE_S:
-            names = (a.name, b.name)
-            found[names] = found.get(names, 0.0) + shared
+    first = [bar for bar in bars if bar.rank == 0 and bar.pool != CONTROLLER]
+    for a, b in combinations(first, 2):
+        if a.pool != b.pool and (shared_s := a.shared_s(b)) > TOLERANCE_S:
+            names = min(a.name, b.name), max(a.name, b.name)
+            found[names] = found.get(names, 0.0) + shared_s
     return found
 
 
+def side_by_side(bars: Sequence[Bar]) -> bool:
+    """Whether devices of different pools prepare at the same time, and train at the same time."""
+    found = across([bar for bar in bars if bar.pool not in HERE])
+    return all(any({*names} <= stage for names in found) for stage in (PREPARE, TRAIN))
+
+
+def busy_s(bars: Iterable[Bar]) -> float:
+    """Seconds in which at least one of the bars runs."""
+    total_s, until_s = 0.0, float("-inf")
+    for bar in sorted(bars, key=lambda bar: bar.begin_s):
+        total_s += max(0.0, bar.end_s - max(bar.begin_s, until_s))
+        until_s = max(until_s, bar.end_s)
+    return total_s
+
+
 def picture(bars: Sequence[Bar]) -> str:
-    """A line a process: its calls' first letters, over one step."""
+    """A line a process: letters of its calls, over one step."""
     begin_s, end_s = min(bar.begin_s for bar in bars), max(bar.end_s for bar in bars)
     scale = COLUMNS / (end_s - begin_s)
     names = list(dict.fromkeys(bar.name for bar in sorted(bars, key=lambda bar: bar.begin_s)))
     letters = dict(zip(names, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
-    lines: dict[tuple[str, int], list[str]] = {}
+    lines: dict[tuple[bool, str, int], list[str]] = {}
     for bar in bars:
-        line = lines.setdefault((bar.pool, bar.rank), ["."] * COLUMNS)
+        line = lines.setdefault((bar.pool in HERE, bar.pool, bar.rank), ["."] * COLUMNS)
         first, last = (int((at - begin_s) * scale) for at in (bar.begin_s, bar.end_s))
-        for column in range(first, min(max(last, first + 1), COLUMNS)):
+        for column in range(min(first, COLUMNS - 1), min(max(last, first + 1), COLUMNS)):
             line[column] = letters[bar.name]
-    rows = [f"  {pool:>10} {rank}  {''.join(line)}" for (pool, rank), line in lines.items()]
+    rows = [f"  {key[1]:>10} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
     legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
     return "\n".join([*rows, f"  {(end_s - begin_s) * 1e3:.0f} ms; {legend}"])
 
 
-def run(placement: str, steps: int, out: Path) -> list[dict[str, Any]]:
-    """Runs PPO with a timeline; its metrics."""
+def run(placement: str, steps: int, out: Path) -> list[float]:
+    """Runs PPO with a timeline; seconds of its steps after warm-up."""
     command = [sys.executable, "-m", "hfjax.cli", "train", "ppo", "--placement", placement]
-    command += ["--steps", str(steps), "--eval-every", "0", "--trace", "--out", str(out)]
+    command += ["--steps", str(steps), "--eval-every", "0", "--no-tensorboard", "--trace"]
+    command += ["--out", str(out)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=DEADLINE_S)
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["training/global_step"] > WARM]
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [r["timing_s/step"] for r in records if r["training/global_step"] > WARM]
 
 
-def report(placement: str, records: Sequence[dict[str, Any]], bars: Iterable[Bar]) -> bool:
-    """Prints what overlapped in the steps after warm-up; whether it is as it must be."""
-    warm = [bar for bar in bars if bar.step > WARM and bar.pool != DRIVER]
-    steps = sorted({bar.step for bar in warm})
-    pools = {bar.pool for bar in warm}
-    step_s = statistics.median(record["timing_s/step"] for record in records)
-    wrong_s = max(inside([bar for bar in warm if bar.step == step]) for step in steps)
+def report(placement: str, steps: Sequence[list[Bar]]) -> bool:
+    """Prints what overlapped in these steps; whether it is as it must be."""
+    pools = {bar.pool for bars in steps for bar in bars} - {*HERE}
+    wrong_s = max(map(inside, steps))
     shared: dict[tuple[str, str], float] = {}
-    for step in steps:
-        for names, seconds in across([bar for bar in warm if bar.step == step]).items():
-            shared[names] = shared.get(names, 0.0) + seconds / len(steps)
-    print(f"{placement}: {step_s:.3f} s a step, median of {len(records)}; pools {len(pools)}")
-    print(f"  inside a pool at most {wrong_s * 1e3:.1f} ms overlap")
-    for (one, other), seconds in sorted(shared.items(), key=lambda item: -item[1]):
-        print(f"  {seconds * 1e3:8.1f} ms a step  {one} beside {other}")
-    print(picture([bar for bar in warm if bar.step == steps[-1]]), flush=True)
-    found = {frozenset(names) for names in shared}
-    return wrong_s <= TOLERANCE_S and (len(pools) < 2 or found >= BESIDE)
+    took: dict[str, float] = {}
+    for bars in steps:
+        for names, seconds in across(bars).items():
+            shared[names] = shared.get(names, 0.0) + seconds
+        for bar in bars:
+            took[bar.name] = took.get(bar.name, 0.0) + (bar.end_s - bar.begin_s) * (bar.rank == 0)
+    print(f"{placement}: pools {', '.join(sorted(pools))}; {len(steps)} steps")
+    print(f"  two calls in one process share at most {wrong_s * 1e3:.1f} ms")
+    for names, seconds in sorted(shared.items(), key=lambda item: -item[1]):
+        share = seconds / min(took[name] for name in names)
+        print(f"  {seconds / len(steps) * 1e3:7.1f} ms a step  {' beside '.join(names)}", end="")
+        print(f": {share:.0%} of the shorter")
+    print(picture(steps[-1]), flush=True)
+    return wrong_s <= TOLERANCE_S and (len(pools) < 2 or all(map(side_by_side, steps)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs each placement and prints its picture; 1 where the order in a pool is not kept."""
+    """Runs the placements in turn and prints their pictures and seconds; 1 where order breaks."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overlap")
     parser.add_argument("--placements", nargs="+", default=["cpu8_colocate", "cpu8_split"])
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
-    if options.steps <= WARM:
-        parser.error(f"--steps {options.steps}: {WARM} are for warming up; use {WARM + 1} or more")
+    if options.steps < WARM + 2:
+        parser.error(f"--steps {options.steps}: the first {WARM} and the last are left out")
     out = options.out or Path(tempfile.mkdtemp(prefix="hfjax-overlap-"))
     print(f"PPO on the embedded model; {host()}")
-    fine = True
-    for placement in options.placements:
-        records = run(placement, options.steps, out / placement)
-        fine &= report(placement, records, read_bars(out / placement / "trace.json"))
-    return 0 if fine else 1
+    seconds: dict[str, list[float]] = {name: [] for name in options.placements}
+    steps: dict[str, list[list[Bar]]] = {name: [] for name in options.placements}
+    for run_number in range(options.rounds * len(seconds)):
+        name = list(seconds)[run_number % len(seconds)]
+        folder = out / f"{Path(name).stem}-{run_number}"
+        seconds[name].append(statistics.median(run(name, options.steps, folder)))
+        steps[name] += warm_steps(read_bars(folder / "trace.json"))
+    fine = [report(name, steps[name]) for name in options.placements]
+    print("seconds a step: median of the runs' medians (least, most); runs in turn")
+    for name, medians in seconds.items():
+        middle_s = statistics.median(medians)
+        print(f"  {name:16} {middle_s:.3f} ({min(medians):.3f}, {max(medians):.3f})")
+    print("Simulated devices share this host's cores: overlap shows in the picture, less in time.")
+    return 0 if all(fine) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
@@ -101,7 +101,7 @@ class CallInfo:
     warnings: tuple[str, ...] = ()  # logged since the process's last report
     rows: int = 0  # that this process answered for
     tokens: int = 0  # of the rows that it was given or made, prompts included
-    bytes_in: int = 0  # of the columns that it read
+    bytes_in: int = 0  # of the columns or weights that it read
     bytes_out: int = 0  # of those that it wrote
 
 
@@ -216,6 +216,7 @@ class Worker:
             if call.columns is None:
                 value = function(*call.args, *values, **call.kwargs)
                 columns, value = (value, None) if call.writes else ([], value)
+                size = {"bytes_in": _nbytes(values), "bytes_out": _nbytes(columns)}
             else:
                 shard = _shard(call, values)
                 answer = function(shard, **call.kwargs)
@@ -268,9 +269,14 @@ def _sizes(shard: Shard, columns: list[Any], answer: Answer) -> dict[str, int]:
     return {
         "rows": len(answer.rows),
         "tokens": int(np.sum(lengths)),
-        "bytes_in": sum(getattr(x, "nbytes", 0) for x in shard.columns.values()),
-        "bytes_out": sum(getattr(x, "nbytes", 0) for x in columns),
+        "bytes_in": _nbytes(shard.columns.values()),
+        "bytes_out": _nbytes(columns),
     }
+
+
+def _nbytes(values: Iterable[Any]) -> int:
+    """Bytes of arrays, also of those in lists, as parcels of weights are."""
+    return sum(_nbytes(x) if isinstance(x, list) else getattr(x, "nbytes", 0) for x in values)
 
 
 def _answered(call: Call, answer: Answer) -> list[Any]:

@@ -171,9 +171,11 @@ def test_a_second_copy_answers_with_the_newest_weights_and_gets_them_once() -> N
         m.master.update(batch)
         assert m.master.tell(batch)["told"].tolist() == [2] * 4
         assert m.master.received().result() == [[(b, 1) for b in range(BUCKETS)]]
-        records = {record.method: record.pool for record in m.drain()}
-        assert records["send_weights"] == records["update"] == "here"
-        assert records["receive_weights"] == records["tell"] == "there"
+        records = {record.method: record for record in m.drain()}
+        sent, arrived = records["send_weights"], records["receive_weights"]
+        assert sent.pool == records["update"].pool == "here"
+        assert arrived.pool == records["tell"].pool == "there"
+        assert sent.infos[0].bytes_out == arrived.infos[0].bytes_in == 8  # a parcel of one number
 
 
 def test_after_an_interrupted_transfer_all_weights_are_sent_again() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from toys import BUCKETS, Beside, Doubler, Master, Summer, two_pools
 
+from benchmarks import dispatch
 from hfjax.batch import Batch
 from hfjax.controller import ray_pool
 from hfjax.controller.handle import Models, start
@@ -38,7 +39,8 @@ def cluster() -> Iterator[None]:
     """
     ray = pytest.importorskip("ray")
     os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
-    ray.init(address="local", num_cpus=6, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    cluster = {"num_cpus": 6, "num_gpus": 1, "object_store_memory": 200_000_000}
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, **cluster)
     yield
     ray.shutdown()
 
@@ -200,24 +202,14 @@ def test_nothing_compiles_twice(m: Models) -> None:
     assert [record.compiles for record in m.drain()] == [0]
 
 
-def test_objects_of_a_step_are_freed_with_it(m: Models) -> None:
-    import ray
-
-    def used() -> float:
-        return (
-            ray.cluster_resources()["object_store_memory"]
-            - ray.available_resources()["object_store_memory"]
-        )
-
-    m.drain()
-    before = used()
-    for _ in range(5):
-        m.doubler.double(Batch(x=np.zeros((4, 100_000))))["y"].sum()
-        m.drain()
-    deadline = time.monotonic() + 30  # Ray frees in the background
-    while used() > before + 4e6 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert used() <= before + 4e6
+def test_nothing_of_a_step_stays_in_the_store_or_in_a_process() -> None:
+    builders = {"a": dispatch.Passer, "b": dispatch.Passer}
+    with start(dispatch.placement(), builders, deadline_s=60) as models:
+        seen = dispatch.left_behind(models, 60, (10, 60))
+    early, late = seen[10], seen[60]
+    assert early.store > 0.9e6  # the column of the newest step
+    assert late.store <= 1.1 * early.store
+    assert all(now <= 1.05 * then for then, now in zip(early.resident, late.resident, strict=True))
 
 
 @pytest.mark.parametrize(
