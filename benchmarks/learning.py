@@ -33,7 +33,7 @@ PREFERRED = 0.9  # of pairs
 CONTROL_RISE = 0.05  # of sums
 LAST = 20  # steps over which costs are averaged and the multiplier is watched
 COST_LIMIT = 0.1
-SETTLED = 0.25  # the multiplier's range over the last steps, a share of that over all
+SETTLED = 0.25  # the multiplier's range over the last steps, a share of their mean
 ACCURACY = {"val-core/sums/reward/mean@1", "val-core/accuracy"}  # of sums, or of pairs of them
 NLL = "val-core/nll"
 PAIRED = ("dpo", "reward_model")
@@ -88,17 +88,17 @@ def run(name: str, seed: int, reward: str, out: Path, runtime: str, *more: str) 
 
 
 def costs(records: list[dict[str, float]]) -> Row:
-    """Of the last steps: mean cost, lambda, and its range as a share of that over all steps."""
+    """Of the last steps: mean cost, lambda at the end, and its range as a share of its mean."""
     steps = [record for record in records if "lagrange/lambda" in record]
     if not steps:
         return {}
-    multipliers = [record["lagrange/lambda"] for record in steps]
-    last = multipliers[-LAST:]
-    whole = max(multipliers) - min(multipliers)
+    last = steps[-LAST:]
+    multipliers = [record["lagrange/lambda"] for record in last]
+    mean = sum(multipliers) / len(last)
     return {
-        "cost": sum(record["cost/score/mean"] for record in steps[-LAST:]) / LAST,
-        "lambda": last[-1],
-        "moved": (max(last) - min(last)) / whole if whole else 0.0,
+        "cost": sum(record["cost/score/mean"] for record in last) / len(last),
+        "lambda": multipliers[-1],
+        "moved": (max(multipliers) - min(multipliers)) / mean if mean else 0.0,
     }
 
 
