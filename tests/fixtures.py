@@ -238,8 +238,8 @@ def _shapes(raw: dict[str, Any], head: str) -> dict[str, tuple[int, ...]]:
 
 
 def placed(path: Path, shape: MeshShape, *roles: str, processes: int = 1) -> str:
-    """A placement file with every role on one mesh of one pool; only actor and critic learn."""
-    learn = ("actor", "critic")
+    """A placement file with every role on one mesh of one pool; only actor and critics learn."""
+    learn = ("actor", "critic", "cost_critic")
     table = {
         role: RolePlacement(role, "all", **{"train" if role in learn else "infer": shape})
         for role in roles

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms import ppo, sft
+from algorithms import grpo, ppo, safe_rlhf, sft
 from hfjax.algorithm import config_class
 from hfjax.arithmetic import write_task_model_config
 from hfjax.config import from_dict, to_toml
@@ -32,12 +32,16 @@ from tests.test_run import tuning
 
 STEPS = 8
 SAVE_EVERY = 3
+CHANGING = {
+    safe_rlhf: ("lagrange/lambda", "actor/reward_kl_penalty_coeff", "actor/pretrain_nll"),
+    grpo: ("dynamic/batches", "actor/pg_loss"),
+}
 DEADLINE_S = 300
 ROLES = ("actor", "critic", "reference")
 
 
-def configured(folder: Path, **settings: Any) -> Any:
-    """Eight steps of PPO with a critic on sums, from new weights, a checkpoint every three."""
+def configured(folder: Path, program: Any = ppo, **settings: Any) -> Any:
+    """Eight steps, of PPO by default, on sums, from new weights, a checkpoint every three."""
     folder.mkdir(exist_ok=True)
     if not (folder / "model").exists():
         write_task_model_config(folder / "model")
@@ -57,7 +61,10 @@ def configured(folder: Path, **settings: Any) -> Any:
         "actor": {"optimizer": decay | {"total_steps": 2 * STEPS}, "minibatch_sequences": 8},
         "critic": {"optimizer": decay | {"total_steps": STEPS}},
     }
-    return from_dict(config_class(ppo), table | settings, where="test")
+    used = config_class(program)
+    sections = {field.name for field in dataclasses.fields(used)}
+    table = {name: value for name, value in table.items() if name in sections}
+    return from_dict(used, table | settings, where="test")
 
 
 def started(config: Any) -> subprocess.Popen[str]:
@@ -199,6 +206,44 @@ def test_a_resume_that_fails_leaves_every_file_as_it_was(tmp_path: Path) -> None
     with pytest.raises(RoleError, match="is damaged"):
         train(sft, again)
     assert files() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [safe_rlhf, grpo])
+def test_what_an_algorithm_remembers_outlives_a_kill(
+    algorithm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplier and recent costs, the KL's coefficient, the places in texts and in prompts."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n}+1={n + 1}"}) + "\n" for n in range(19)))
+    data = {"train": "sums", "prompts_per_step": 8, "max_prompt_tokens": 8}
+    reward = {"function": "hfjax.arithmetic:random_reward", "workers": 1}
+    settings: dict[str, Any] = {"data": data, "reward": reward, "algorithm": {"dynamic_batches": 3}}
+    roles = ["actor", "reference"]
+    if algorithm is safe_rlhf:
+        roles += ["critic", "cost_critic"]
+        steered = {"coef": 0.1, "target": 0.01, "horizon": 100.0}
+        settings["data"] = data | {"pretrain": str(texts)}
+        settings["cost"] = {"function": "hfjax.arithmetic:seven_cost", "workers": 1}
+        settings["algorithm"] = {"ptx_coef": 1.0, "multiplier_lr": 0.3, "kl": steered}
+    settings["placement"] = placed(tmp_path / "these.toml", MeshShape(), *roles)
+    whole = train(algorithm, configured(tmp_path / "whole", algorithm, **settings))
+    config = configured(tmp_path / "killed", algorithm, **settings)
+    write = MetricLog.write
+
+    def killed(self: MetricLog, step: int, *args: Any) -> Any:
+        if step == SAVE_EVERY + 2:
+            raise KeyboardInterrupt
+        return write(self, step, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricLog, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(algorithm, config)
+    found = untimed(train(algorithm, dataclasses.replace(config, resume=True)))
+    assert found == untimed(whole)
+    for name in CHANGING[algorithm]:
+        assert len({record[name] for record in found}) > 1, name
 
 
 @pytest.mark.slow
