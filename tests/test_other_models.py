@@ -37,17 +37,33 @@ SMALL: dict[str, Any] = {  # no size is the actor's
 PROMPTS = [[5, 9, 7], [7], [11, 3, 8, 90], [60, 61]]
 
 
-def asked(folder: Path, critic: str, **settings: Any) -> Any:
-    """PPO of a tiny Llama on two devices, each role in a layout of its own."""
-    data, tensor, fsdp = MeshShape(data=2), MeshShape(tensor=2), MeshShape(fsdp=2)
-    roles = {
-        "actor": RolePlacement("actor", "all", train=data),
-        "critic": RolePlacement("critic", "all", train=tensor),
-        "reference": RolePlacement("reference", "all", infer=tensor),
-        "reward": RolePlacement("reward", "all", infer=fsdp),
-    }
+DATA, TENSOR, FSDP = MeshShape(data=2), MeshShape(tensor=2), MeshShape(fsdp=2)
+COLOCATED = Placement(  # each role in a layout of its own
+    {"all": Pool("all", 2)},
+    {
+        "actor": RolePlacement("actor", "all", train=DATA),
+        "critic": RolePlacement("critic", "all", train=TENSOR),
+        "reference": RolePlacement("reference", "all", infer=TENSOR),
+        "reward": RolePlacement("reward", "all", infer=FSDP),
+    },
+    "cpu",
+)
+THREE_POOLS = Placement(
+    {"policy": Pool("policy", 4), "value": Pool("value", 2), "score": Pool("score", 2)},
+    {
+        "actor": RolePlacement("actor", "policy", train=MeshShape(fsdp=2, tensor=2)),
+        "critic": RolePlacement("critic", "value", train=FSDP, offload=True),
+        "reference": RolePlacement("reference", "policy", infer=MeshShape(data=4)),
+        "reward": RolePlacement("reward", "score", infer=TENSOR),
+    },
+    "cpu",
+)
+
+
+def asked(folder: Path, critic: str, placed: Placement = COLOCATED, **settings: Any) -> Any:
+    """PPO of a tiny Llama."""
     placement = folder / "placement.toml"
-    placement.write_text(Placement({"all": Pool("all", 2)}, roles, "cpu").to_toml())
+    placement.write_text(placed.to_toml())
     judge = write_tiny_hf(folder / "judge", head="score", **SMALL | {"seed": 2})
     table: dict[str, Any] = {
         "steps": 2,
@@ -111,6 +127,24 @@ def test_a_run_with_a_critic_of_its_own_is_resumed_bit_for_bit_and_exported(
         assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
     export_run(part.out, tmp_path / "exported")
     assert load_config(tmp_path / "exported") == load_config(tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_three_pools_give_the_losses_of_one(tmp_path: Path) -> None:
+    """Actor and reference on four devices, critic and reward model on two each."""
+    critic = write_tiny_hf(tmp_path / "critic", head="score", **SMALL)
+    found = []
+    for placed in (COLOCATED, THREE_POOLS):
+        algorithm, batches = watched(ppo)
+        out = str(tmp_path / f"{len(placed.pools)}-pools")
+        config = asked(tmp_path, str(critic), placed, steps=1, out=out)
+        found.append((batches, records(train(algorithm, config))[0]))
+    ((one,), first), ((three,), second) = found
+    np.testing.assert_array_equal(one["input_ids"], three["input_ids"])
+    for name in ("values", "score", "ref_log_prob", "advantages", "returns"):
+        np.testing.assert_allclose(three[name], one[name], atol=1e-5, err_msg=name)
+    for name in ("actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"):
+        np.testing.assert_allclose(second[name], first[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_a_critic_of_costs_has_a_model_too_and_the_actor_has_the_runs() -> None:
