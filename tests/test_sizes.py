@@ -20,22 +20,24 @@ from tests.test_run import EOS, configured, prompts_file
 FOUR = MeshShape(data=4)
 
 
-def prompt_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
-    """The number of the prompt's word, less 2: t3 is 1."""
-    return [float(prompt[1:]) - 2 for prompt in prompts]
+def word_number(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
+    """The number of the response's word, less 7: t8 is 1."""
+    return [float(response[1:]) - 7 for response in responses]
 
 
 @pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_four_replicas_evaluate_rows_that_they_do_not_divide_once_and_in_order(
     rows: int, tmp_path: Path
 ) -> None:
-    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    """t3 is answered by t8, t4 by t9, and so on: rewards 1 to 5."""
+    table = sum(path_table(3 + row, 8 + row, EOS) for row in range(5))
+    model = write_lut(tmp_path / "model", np.asarray(table))
     placed(tmp_path / "placement.toml", FOUR, "actor", "reference")
     held_out = prompts_file(tmp_path / "eval.jsonl", [[3 + row] for row in range(rows)])
     config = configured(
         *(grpo, tmp_path, model, [[3]] * 4),
         data={"eval": held_out},
-        reward={"function": f"{__file__}:prompt_reward"},
+        reward={"function": f"{__file__}:word_number"},
     )
     with Run(grpo, config) as run:
         assert run.plan.held_out is not None
