@@ -95,6 +95,20 @@ def two_pools(*, processes: int = 1) -> Placement:
     return Placement(pools, roles, "cpu")
 
 
+def standalone() -> Placement:
+    """Each role in a pool of its own, of another size and layout."""
+    pools = {"policy": Pool("policy", 4), "value": Pool("value", 3), "frozen": Pool("frozen", 1)}
+    generate = MeshShape(tensor=1)
+    roles = {
+        "actor": RolePlacement(
+            *("actor", "policy"), train=MeshShape(fsdp=2, tensor=2), generate=generate
+        ),
+        "critic": RolePlacement("critic", "value", train=MeshShape(pipe=3)),
+        "reference": RolePlacement("reference", "frozen", infer=MeshShape()),
+    }
+    return Placement(pools, roles, "cpu")
+
+
 def two_copies(*, processes: int = 1) -> Placement:
     """All roles on four devices; the actor's second copy generates on four others."""
     train, generate = MeshShape(fsdp=2, tensor=2), MeshShape(tensor=2)
@@ -126,6 +140,7 @@ CASES = {  # runtime:mesh; the first is what the others are compared with
         "local", one_pool(MeshShape(fsdp=8), generate=TENSOR_2, relay="ds-chat")
     ),
     "local:pools4+4": Case("local", two_pools()),
+    "local:pools4+3+1": Case("local", standalone()),
     "local:two-copies4+4": Case("local", two_copies()),
     "ray:data8": Case("ray", one_pool(DATA_8)),
     "ray:data8-in-2": Case("ray", one_pool(DATA_8, processes=2)),

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from hfjax.batch import Batch
-from hfjax.config import SECTIONS, RunConfig, TrainingConfig, setting_names
+from hfjax.config import SECTIONS, CriticConfig, RunConfig, TrainingConfig, setting_names
 from hfjax.controller.graph import Node, trace
 from hfjax.items import PROMPTS, Example, Pair, Prompt
 from hfjax.rewards import FunctionCost, FunctionReward
@@ -90,7 +90,8 @@ def config_class(algorithm: ModuleType) -> type:
             f"{algorithm.__name__}: Settings() must work with defaults alone: {error}"
         ) from error
     trained = [role for role, b in roles.items() if issubclass(role_class(b), TrainedRole)]
-    kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, TrainingConfig)
+    kinds = {"data": SECTIONS["data"]} | dict.fromkeys(trained, CriticConfig)
+    kinds |= {main_role(roles): TrainingConfig} if trained else {}
     kinds |= {n: SECTIONS[n] for n in ("reward", "rollout") if "reward" in roles}
     kinds |= {n: SECTIONS[n] for n in ("cost",) if "cost" in roles}
     fields = [(n, kind, dataclasses.field(default=kind())) for n, kind in kinds.items()]

@@ -75,6 +75,13 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticConfig(TrainingConfig):
+    """How a trained role beside the main one is updated, and which model it starts from."""
+
+    model: str = ""  # as `model`, of any size or family, with its token ids; empty: `model`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Where scores come from: a Python function, or a score model's directory."""
 
@@ -167,7 +174,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "rollout": RolloutConfig,
     "actor": TrainingConfig,
-    "critic": TrainingConfig,
+    "critic": CriticConfig,
     "reward": RewardConfig,
     "cost": CostConfig,
 }

@@ -14,7 +14,7 @@ import jax
 
 from hfjax.actor import Actor, stop_ids
 from hfjax.algorithm import main_role
-from hfjax.config import RolloutConfig, TrainingConfig
+from hfjax.config import CriticConfig, RolloutConfig, TrainingConfig
 from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources, make_texts
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
@@ -104,7 +104,7 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     rollout = getattr(config, "rollout", None)
     kind = getattr(algorithm, "DATA", PROMPTS)
     n = rollout.n if rollout else kind.rows
-    model = str(resolve_model(config.model).resolve())
+    model = _files(config.model, "model")
     data = config.data
     if rollout and all(each.model for each in _scores(config)):
         data = dataclasses.replace(data, answer_key="")  # score models need no answers
@@ -157,12 +157,16 @@ def _builders(
     for role, builder in roles.items():
         kind = role_class(builder)
         if issubclass(kind, TrainedRole):
-            own = 1 if builder.keywords.get("pretrain") else 0
-            training = _training(role, getattr(config, role), *size, own)
-            more = {"rollout": rollout} if issubclass(kind, Actor) else {}
-            if rollout and not _agrees(kind, training, rollout):
-                more |= {"measured_loss": None} if issubclass(kind, Actor) else {}
-            bound[role] = partial(builder, **weights, training=training, **more)
+            updates = 1 if builder.keywords.get("pretrain") else 0
+            training = _training(role, getattr(config, role), *size, updates)
+            more: dict[str, Any] = {}
+            if issubclass(kind, Actor):
+                more |= {"rollout": rollout}
+                if rollout and not _agrees(kind, training, rollout):
+                    more |= {"measured_loss": None}
+            if isinstance(training, CriticConfig) and training.model:
+                more["model"] = _files(training.model, f"{role}.model")
+            bound[role] = partial(builder, **(weights | more), training=training)
         elif issubclass(kind, Reward):
             bound[role] = _reward(builder, getattr(config, kind.section), model)
         elif issubclass(kind, ModelRole):
@@ -172,6 +176,11 @@ def _builders(
         else:
             bound[role] = builder
     return bound
+
+
+def _files(name: str, setting: str) -> str:
+    """A model's files, absolute: workers may run in another directory."""
+    return str(resolve_model(name, setting).resolve())
 
 
 def _training(role: str, training: Any, rows: int, steps: int, more: int) -> Any:
@@ -202,7 +211,7 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
     kind = role_class(builder)
     section = kind.section
     if reward.model:
-        return partial(builder, model=str(resolve_model(reward.model)))
+        return partial(builder, model=_files(reward.model, f"{section}.model"))
     if not reward.function:
         raise ValueError(
             f"{section}: set {section}.function=module:function or {section}.model=DIR"

@@ -6,6 +6,7 @@ Slow: each layout compiles its own programs.
 
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,9 +20,11 @@ from hfjax.controller.handle import Models, start
 from hfjax.engine.train import OptimizerConfig
 from hfjax.items import Prompt, prompt_columns
 from hfjax.models.hf import load_config, load_params, save_hf
+from hfjax.run import train
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 from tests.fixtures import write_tiny_hf
+from tests.test_run import configured
 
 pytestmark = pytest.mark.slow
 
@@ -171,3 +174,56 @@ def test_the_updates_were_large(expected: list[Batch]) -> None:
     rows = np.arange(len(first_B))
     gaps = np.abs(old["old_log_probs"][rows, first_B] - new["old_log_probs"][rows, first_B])
     assert (gaps > 0.1).mean() > 0.5
+
+
+HYBRID: dict[str, Any] = {"generate": MeshShape(tensor=1)}
+COPIES: dict[str, Any] = {"relay": "two-copies", "generate_pool": "value"} | HYBRID
+POOLS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # the critic's pool, offload, the actor's
+    "one pool": ("policy", False, HYBRID),
+    "one pool, offload": ("policy", True, HYBRID),
+    "two pools": ("value", False, HYBRID),
+    "two pools, offload": ("value", True, HYBRID),
+    "two copies, offload": ("value", True, COPIES),
+}
+
+
+def first_reward(prompts: list[str], responses: list[str], truths: list[str]) -> list[float]:
+    """A number of the response's first word."""
+    return [float(int(response.split()[0][1:]) % 7) for response in responses]
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_each_step_generates_with_the_weights_of_the_last_update(name: str, tmp_path: Path) -> None:
+    """PPO with a learning rate far too large, three steps."""
+    pool, offload, relay = POOLS[name]
+    train_shape = MeshShape(fsdp=2, tensor=2)
+    roles = {
+        "actor": RolePlacement("actor", "policy", train=train_shape, offload=offload, **relay),
+        "critic": RolePlacement("critic", pool, train=MeshShape(data=4), offload=offload),
+    }
+    pools = {each: Pool(each, 4) for each in ("policy", *{pool} - {"policy"})}
+    (tmp_path / "placement.toml").write_text(Placement(pools, roles).to_toml())
+    changes: list[tuple[float, float]] = []
+
+    def step(m: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        batch, metrics = ppo.step(m, prompts, cfg)
+        now = m.actor.compute_log_prob(batch)["old_log_probs"]
+        trainer, mask = batch["old_log_probs"], batch["response_mask"]
+        rollout = batch["rollout_log_probs"]
+        changes.append(tuple(np.abs(x - trainer)[mask].mean() for x in (rollout, now)))
+        return batch, metrics
+
+    algorithm = ModuleType("stepped")
+    vars(algorithm).update(vars(ppo), step=step)
+    config = configured(
+        *(algorithm, tmp_path, write_tiny_hf(tmp_path / "model", eos=None), PROMPTS),
+        steps=3,
+        actor={"optimizer": {"lr": 0.02}},
+        rollout={"ignore_eos": True},
+        reward={"function": f"{__file__}:first_reward"},
+        algorithm={"kl": {"where": "none"}},
+    )
+    train(algorithm, config)
+    assert len(changes) == 3
+    assert max(gap for gap, _ in changes) <= 1e-4
+    assert min(change for _, change in changes) > 0.1

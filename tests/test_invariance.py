@@ -22,6 +22,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Step:
     [
         "local:data2-tensor4-generate2",
         "local:pools4+4",
+        pytest.param("local:pools4+3+1", marks=pytest.mark.slow),
         pytest.param("local:data8", marks=pytest.mark.slow),
         pytest.param("local:data2-tensor4", marks=pytest.mark.slow),
         pytest.param("local:fsdp8", marks=pytest.mark.slow),

@@ -87,8 +87,7 @@ class RoleHandle:
         self.n_calls += 1
         columns = self._columns(name, declared, batch)
         n_rows, group = len(batch), models.group if group is None else group
-        rows = declared.protocol.distribute(self.ranks, n_rows, group)
-        answers = declared.protocol.collect(self.ranks, n_rows, group)
+        rows, answers = declared.protocol.split(self.ranks, n_rows, group)
         pieces, values = self._distributed(columns, rows)
         calls = [
             Call(

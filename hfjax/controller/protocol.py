@@ -3,6 +3,20 @@
 
 A protocol is data on a role's method (HybridFlow Table 3): two pure functions of where the
 processes stand on the role's mesh. Rows are split over batch replicas in contiguous chunks.
+
+A protocol of one's own is a Protocol with two such functions. Here each process gets every k-th row
+of k processes, and answers for what it got:
+
+    def every_kth(ranks: Ranks, n_rows: int, group: int) -> Rows:
+        return [np.arange(rank, n_rows, ranks.processes) for rank in range(ranks.processes)]
+
+    EVERY_KTH = Protocol("EVERY_KTH", distribute=every_kth, collect=every_kth)
+
+    class Judge:
+        @method(EVERY_KTH, reads=("x",), writes=("score",))
+        def judge(self, shard: Shard) -> Answer: ...
+
+`ranks.shape` and meshes.mesh.coordinates say where on the mesh a device lies.
 """
 
 import inspect
@@ -49,9 +63,11 @@ def everyone(ranks: Ranks) -> list[int]:
 class Protocol:
     """`distribute` and `collect` give rows for each process from (ranks, rows, group).
 
-    Each row must be collected from exactly one process, one that was given it. Of methods without
-    columns, which have no rows, `replies` names the processes whose values come back, in order;
-    `apart`: each argument is a sequence with one value for each process.
+    Both are pure: every call asks them. Rows of a process ascend; `group` neighbouring rows are
+    samples of one prompt, which generation needs in one process. Each row must be collected from
+    exactly one process, one that was given it. Of methods without columns, which have no rows,
+    `replies` names the processes whose values come back, in order; `apart`: each argument is a
+    sequence with one value for each process.
     """
 
     name: str
@@ -59,6 +75,24 @@ class Protocol:
     collect: Callable[[Ranks, int, int], Rows]
     replies: Callable[[Ranks], list[int]] = everyone
     apart: bool = False
+
+    def split(self, ranks: Ranks, n_rows: int, group: int) -> tuple[Rows, Rows]:
+        """Rows given to each process and rows it answers for; refuses what loses or repeats any."""
+        rows, answers = (f(ranks, n_rows, group) for f in (self.distribute, self.collect))
+        where = f"protocol {self.name} for {n_rows} rows in {ranks.processes} process(es)"
+        if {len(rows), len(answers)} != {ranks.processes}:
+            raise ValueError(f"{where}: it gives rows for {len(rows)} and {len(answers)}")
+        for rank, (given, answered) in enumerate(zip(rows, answers, strict=True)):
+            if (np.diff(given) <= 0).any() or not np.isin(given, np.arange(n_rows)).all():
+                raise ValueError(f"{where}: rank {rank} is given {given[:8]}, which must ascend")
+            if not np.isin(answered, given).all():
+                wrong = np.setdiff1d(answered, given)[:8]
+                raise ValueError(f"{where}: rank {rank} answers for {wrong}, not given to it")
+        count = np.bincount(np.concatenate(answers), minlength=n_rows)
+        if (count != 1).any():
+            wrong = np.flatnonzero(count != 1)[:8]
+            raise ValueError(f"{where}: rows {wrong} are answered {count[wrong]} times, not once")
+        return rows, answers
 
 
 def rows_per_replica(n_rows: int, replicas: int, group: int) -> int:

@@ -52,8 +52,11 @@ COPIED = (
 )
 
 
-def resolve_model(name: str | Path) -> Path:
-    """The files behind `embedded`, `smollm2`, a Hugging Face directory or a .gguf file."""
+def resolve_model(name: str | Path, setting: str = "model") -> Path:
+    """The files behind `embedded`, `smollm2`, a Hugging Face directory or a .gguf file.
+
+    A refusal names the setting.
+    """
     if name == "embedded":
         return Path(__file__).parents[1] / "embedded"
     if name == "smollm2":
@@ -64,7 +67,7 @@ def resolve_model(name: str | Path) -> Path:
     if (path / "config.json").is_file():
         return path
     raise ValueError(
-        f"model={str(name)!r} is neither a directory with a config.json nor a .gguf file; "
+        f"{setting}={str(name)!r} is neither a directory with a config.json nor a .gguf file; "
         "use one of these, 'embedded' or 'smollm2' (nothing is downloaded)"
     )
 

@@ -86,6 +86,13 @@ def test_every_violation_is_named_at_once() -> None:
     assert "tensor=8 does not divide heads=6, mlp=60; use tensor 1, 2, 3 or 6" in message
 
 
+def test_heads_that_tensor_does_not_divide_are_refused_and_never_copied() -> None:
+    shape, message = MeshShape(tensor=4), "tensor=4 does not divide heads=6; use tensor 1 or 2"
+    for layout in (train_layout(shape, kv_heads=2), generate_layout(shape, kv_heads=2)):
+        with pytest.raises(ValueError, match=message):
+            check(shape, layout, _shapes(heads=6, kv_heads=2), AXES_TREE)
+
+
 def test_stages_that_do_not_divide_the_layers_are_refused() -> None:
     shape = MeshShape(pipe=2, pipe_micro=2)
     with pytest.raises(ValueError, match=r"pipe=4 does not divide layers=2; use pipe 1 or 2"):

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows and answering processes of each protocol, worked out by hand from the paper's Table 3."""
+"""Rows and answering processes of each protocol, against table3.py, and what holds for any mesh."""
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
+import table3
+from table3 import COMMANDS, TABLE, rows_in
 
 from hfjax.controller.protocol import (
-    ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
-    THREE_D_PP_ONLY,
     THREE_D_PROTO,
     Protocol,
     Ranks,
@@ -32,9 +33,13 @@ SHAPES = (
 )
 
 
+def named(value: Any) -> str:
+    """A protocol's name."""
+    return value.name if isinstance(value, Protocol) else str(value)
+
+
 def both(protocol: Protocol, ranks: Ranks, n_rows: int, group: int = 1) -> tuple[list, list]:
-    rows = protocol.distribute(ranks, n_rows, group)
-    answers = protocol.collect(ranks, n_rows, group)
+    rows, answers = protocol.split(ranks, n_rows, group)
     return [r.tolist() for r in rows], [r.tolist() for r in answers]
 
 
@@ -56,71 +61,36 @@ def test_chunks_are_contiguous_and_keep_groups_whole(
     assert [list(rows) for rows in rows_of_replica(n_rows, replicas, group)] == right
 
 
-def test_data_parallel_scatters_over_processes() -> None:
-    # Eight replicas of one row; two processes of four devices: rows 0-3 and 4-7, all answer.
-    rows, answers = both(DP_PROTO, Ranks(MeshShape(data=8), 2), 8)
-    assert rows == answers == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_3d_broadcasts_inside_a_replica_and_hears_its_last_stage() -> None:
-    # (p, t, d) = (2, 2, 2) in four processes of two devices. Device order: data, pipe, tensor, so
-    # process 0 is replica 0 stage 0, process 1 is replica 0 stage 1 (both tensor ranks), and so on.
-    rows, answers = both(THREE_D_PROTO, Ranks(MeshShape(data=2, pipe=2, tensor=2), 4), 4)
-    assert rows == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert answers == [[], [0, 1], [], [2, 3]]
-
-
-def test_3d_with_tensor_ranks_over_processes_hears_tensor_rank_0() -> None:
-    # One replica over two processes: process 1 holds tensor ranks 2 and 3 and stays silent.
-    rows, answers = both(THREE_D_PROTO, Ranks(MeshShape(tensor=2, tensor_micro=2), 2), 3)
-    assert rows == [[0, 1, 2], [0, 1, 2]]
-    assert answers == [[0, 1, 2], []]
-
-
-def test_micro_dp_gives_each_generation_replica_its_own_rows() -> None:
-    # Figure 8b: train 1-4-2, generate 1-2-2-2. Training replica 0 is devices 0-3; its micro-DP
-    # groups are neighbours (0, 1) and (2, 3), so devices 0 and 2 are generation replica 0.
-    shape = MeshShape(data=2, tensor=2, tensor_micro=2)
-    rows, answers = both(THREE_D_ALL_MICRO_DP, Ranks(shape, 4), 8)
-    assert rows == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
-    # (p=-1, t=0) of both generation replicas are devices 0 and 1, in the first process.
-    assert answers == [[0, 1, 2, 3], [], [4, 5, 6, 7], []]
-    single, _ = both(THREE_D_ALL_MICRO_DP, Ranks(shape, 8), 8)
-    assert single[:4] == [[0, 1], [2, 3], [0, 1], [2, 3]]
-
-
-def test_micro_dp_over_pipeline_stages_hears_the_last_one() -> None:
-    # pipe 2 (kept) x pipe_micro 2: devices 0..3 are (stage, micro) 00 01 10 11; generation
-    # replica = micro; its last stage is on devices 2 and 3.
-    rows, answers = both(THREE_D_ALL_MICRO_DP, Ranks(MeshShape(pipe=2, pipe_micro=2), 4), 4)
-    assert rows == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    assert answers == [[], [], [0, 1], [2, 3]]
-
-
-def test_one_to_all_sends_everything_everywhere_and_hears_process_0() -> None:
-    rows, answers = both(ONE_TO_ALL, Ranks(MeshShape(data=4), 2), 3)
-    assert rows == [[0, 1, 2], [0, 1, 2]]
-    assert answers == [[0, 1, 2], []]
-
-
-@pytest.mark.parametrize(
-    ("shape", "processes", "right"),
-    [
-        # Device order: data, pipe, pipe_micro, tensor. One device a process: stage s of replica 0
-        # at tensor rank 0 is device 2 s.
-        (MeshShape(data=2, pipe=2, tensor=2), 8, [0, 2]),
-        (MeshShape(data=2, pipe=2, tensor=2), 4, [0, 1]),  # a stage a process
-        (MeshShape(data=2, pipe=2, tensor=2), 2, [0]),  # both stages of replica 0 in one
-        (MeshShape(pipe=2, pipe_micro=2), 4, [0, 1, 2, 3]),
-        (MeshShape(data=8), 8, [0]),
-    ],
-)
-def test_pp_only_hears_a_process_a_stage(
-    shape: MeshShape, processes: int, right: list[int]
+@pytest.mark.parametrize(("protocol", "shape", "processes", "given", "answered"), TABLE, ids=named)
+def test_rows_of_every_process_are_those_of_table_3(
+    protocol: Protocol, shape: MeshShape, processes: int, given: str, answered: str
 ) -> None:
-    assert THREE_D_PP_ONLY.replies(Ranks(shape, processes)) == right
-    assert ONE_TO_ALL.replies(Ranks(shape, processes)) == list(range(processes))
-    assert ALL_TO_ALL.replies(Ranks(shape, processes)) == list(range(processes))
+    n_rows = 6 if shape.data == 3 else 8
+    found = both(protocol, Ranks(shape, processes), n_rows)
+    assert found == (rows_in(given), rows_in(answered))
+
+
+@pytest.mark.parametrize(("protocol", "shape", "processes", "texts", "heard"), COMMANDS, ids=named)
+def test_replies_of_methods_without_rows_are_those_of_table_3(
+    protocol: Protocol, shape: MeshShape, processes: int, texts: str, heard: str
+) -> None:
+    assert protocol.replies(Ranks(shape, processes)) == [int(rank) for rank in heard.split()]
+
+
+ONE_PROCESS = [shape for _, shape, processes, *_ in TABLE + COMMANDS if processes == 1]
+
+
+@pytest.mark.parametrize("shape", sorted(set(ONE_PROCESS), key=str), ids=str)
+def test_one_process_is_given_and_answers_what_the_table_says(shape: MeshShape) -> None:
+    with table3.listeners([shape], 1, "local") as models:
+        for protocol, other, processes, given, answered in TABLE:
+            if (other, processes) == (shape, 1):
+                wanted = rows_in(given), rows_in(answered)
+                assert table3.heard(models.m0, protocol, 8) == wanted, protocol.name
+        for protocol, other, processes, texts, heard in COMMANDS:
+            if (other, processes) == (shape, 1):
+                wanted = texts.split(), [int(rank) for rank in heard.split()]
+                assert table3.told(models.m0, protocol, texts.split()) == wanted, protocol.name
 
 
 @pytest.mark.parametrize("protocol", EVERY, ids=lambda protocol: protocol.name)
@@ -157,3 +127,39 @@ def test_methods_are_declared_on_the_class_and_inherited() -> None:
 def test_rows_are_row_numbers() -> None:
     (rows,) = THREE_D_PROTO.distribute(Ranks(MeshShape(data=2)), 3, 1)
     assert rows.dtype == np.int64
+
+
+def every_other(ranks: Ranks, n_rows: int, group: int) -> list[np.ndarray]:
+    return [np.arange(rank, n_rows, ranks.processes) for rank in range(ranks.processes)]
+
+
+def every_row(ranks: Ranks, n_rows: int, group: int) -> list[np.ndarray]:
+    return [np.arange(n_rows)] * ranks.processes
+
+
+def of_first(ranks: Ranks, n_rows: int, group: int) -> list[np.ndarray]:
+    return [np.arange(n_rows if rank == 0 else 0) for rank in range(ranks.processes)]
+
+
+@pytest.mark.parametrize(
+    ("distribute", "collect", "message"),
+    [
+        (every_other, of_first, r"rank 0 answers for \[1 3\], not given to it"),
+        (
+            ONE_TO_ALL.distribute,
+            ONE_TO_ALL.distribute,
+            r"rows \[0 1 2 3\] are answered \[2 2 2 2\]",
+        ),
+        (every_other, lambda *_: [np.arange(0)] * 2, r"rows \[0 1 2 3\] are answered \[0 0 0 0\]"),
+        (every_other, lambda *_: [np.arange(4)], r"rows for 2 and 1"),
+        (lambda *_: [np.array([1, 0])] * 2, every_other, r"rank 0 is given \[1 0\], which must"),
+        (lambda *_: [np.arange(5)] * 2, every_other, r"rank 0 is given \[0 1 2 3 4\]"),
+    ],
+)
+def test_a_protocol_that_loses_or_repeats_rows_is_refused(
+    distribute: Any, collect: Any, message: str
+) -> None:
+    """Their columns would hold what the memory held before."""
+    protocol = Protocol("MINE", distribute, collect)
+    with pytest.raises(ValueError, match=f"protocol MINE for 4 rows in 2 process.*{message}"):
+        protocol.split(Ranks(MeshShape(data=2), 2), 4, 1)

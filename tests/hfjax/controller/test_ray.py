@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import table3
 from toys import BUCKETS, Beside, Doubler, Master, Summer, two_pools
 
 from benchmarks import dispatch
@@ -156,6 +157,24 @@ def test_pp_only_and_all_to_all_over_processes(m: Models) -> None:
     """doubler: data 2 x tensor 2 in two processes; its one stage is led by the first."""
     assert m.doubler.own(["x", "y"]).result() == [(0, "x", None), (1, "y", None)]
     assert m.doubler.stage().result() == [0]
+
+
+def test_two_processes_of_four_devices_are_given_and_answer_what_the_papers_table_3_says() -> None:
+    """A method of each protocol, two of them the test's own, through handles."""
+    lines = [line for line in table3.TABLE if line[1].devices == 8 and line[2] == 2]
+    commands = [line for line in table3.COMMANDS if line[1].devices == 8 and line[2] == 2]
+    shapes = sorted({line[1] for line in lines + commands}, key=str)
+    with table3.listeners(shapes, 2, "ray") as models:
+        for protocol, shape, _, given, answered in lines:
+            role = getattr(models, f"m{shapes.index(shape)}")
+            wanted = table3.rows_in(given), table3.rows_in(answered)
+            assert table3.heard(role, protocol, 8) == wanted, (protocol.name, shape)
+        for protocol, shape, _, texts, heard in commands:
+            role = getattr(models, f"m{shapes.index(shape)}")
+            ranks = [int(rank) for rank in heard.split()]
+            wanted = [texts.split()[rank] for rank in ranks], ranks
+            assert table3.told(role, protocol, texts.split()) == wanted, (protocol.name, shape)
+    assert {line[0].name for line in lines + commands} == {*table3.ROWS, *table3.TELLS}
 
 
 def test_weights_reach_the_second_copy_from_worker_to_worker_a_few_buckets_at_a_time(

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from hfjax.engine.meter import memory, meter
-from hfjax.engine.microbatch import cut_micros
+from hfjax.engine.microbatch import cut_micros, place_rows
+from hfjax.engine.scoring import Scorer
 from meshes.mesh import MeshShape
 from tests.hfjax.engine.cases import (
     CFG,
@@ -20,6 +21,7 @@ from tests.hfjax.engine.cases import (
     make_batch,
     make_trainer,
     place_params,
+    replicas_of,
 )
 
 ONE = MeshShape()
@@ -70,6 +72,45 @@ def test_no_stage_of_zero_changes_a_gradient(name, one_device):
             lambda g, p: g.sharding.is_equivalent_to(p.sharding, g.ndim), grads, params
         )
         assert all(jax.tree.leaves(same))
+
+
+def of_two_kv_heads(shape):
+    """Loss, gradients and log-probs of a model whose eight heads read two key-value heads."""
+    cfg, rows = dataclasses.replace(CFG, kv_heads=2), batch()
+    trainer = make_trainer(lm_loss, shape, cfg=cfg, **OPTIONS)
+    replicas = replicas_of(shape, cfg=cfg)
+    params = place_params(host_params(cfg), shape, cfg=cfg)
+    loss, grads, _ = trainer.gradients(params, cut_micros(rows, replicas=shape.data))
+    tokens_BT = place_rows(replicas.mesh, replicas.layout, rows["input_ids"])
+    return loss, grads, Scorer(cfg, replicas, chunk=8).log_probs(params, tokens_BT)[0]
+
+
+@pytest.fixture(scope="module")
+def two_kv_heads():
+    """On one device."""
+    return of_two_kv_heads(ONE)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(tensor=8),
+        pytest.param(MeshShape(tensor=2, tensor_micro=2), marks=pytest.mark.slow),  # halves
+        pytest.param(MeshShape(data=2, tensor=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_more_tensor_ranks_than_kv_heads_give_the_logits_and_gradients_of_one_device(
+    shape, two_kv_heads
+):
+    """The gradient of a copied head is the sum over all that read it, on each of its copies."""
+    found = of_two_kv_heads(shape)
+    assert_close(found, two_kv_heads)
+    for name in ("wk", "wv"):
+        whole = np.asarray(two_kv_heads[1]["layers"][name])
+        assert np.abs(whole).max() > 1e-3
+        for copy in found[1]["layers"][name].addressable_shards:
+            np.testing.assert_allclose(np.asarray(copy.data), whole[copy.index], atol=1e-5)
 
 
 def test_four_stages_of_a_layer_each_give_the_gradients_of_one_device():
