@@ -179,7 +179,8 @@ def batch_metrics(
     Per-token columns are read at response_mask only; rewards are sums over a row's tokens; lengths
     and scores count every row, masked ones too. Differences from verl: response_length/clip_ratio
     is the share of rows without a stop token (a response that stops on its last allowed token is
-    whole); without entropy, old_log_probs are the rollout's own and show no gap; global_seqlen/* are token sums of the `replicas` consecutive parts of the batch.
+    whole); global_seqlen/* are token sums of the `replicas` consecutive parts of the batch. Without
+    entropy, old_log_probs are the rollout's own and there is no gap to measure.
     """
     out: dict[str, float] = {}
     if "length" in columns and "prompt_length" in columns:
