@@ -26,7 +26,8 @@ class Settings(PolicySettings):
     """GRPO's constants; defaults are verl's."""
 
     normalize: Literal["std", "none"] = "std"  # divide by the group's deviation, or not
-    dynamic_batches: int = 1  # of prompts a step, at most, until no group's scores are all equal
+    dynamic_batches: int = 1  # of prompts a step, at most, until no group's scores are all equal;
+    # above 1 a step may take several, and the run's epochs count one
     overlong_from: int = 0  # response tokens from which on each further one costs; 0: none does
     overlong_buffer: int = 0  # after so many more the cost is overlong_factor
     overlong_factor: float = 1.0  # taken from the score, a multiple of it beyond the buffer
@@ -76,9 +77,9 @@ def refilled(m: Any, batch: Batch, more: int) -> Batch:
     DAPO's dynamic sampling (arXiv 2503.14476 §3.2). Where too few are found, flat groups stay: they
     count in the loss's divisor. The columns come to the controller.
     """
-    rows = len(batch)
+    rows, drawn = len(batch), 1
     batch |= m.reward.compute_reward(batch)
-    drawn = 1
+    metrics = dict(batch.metrics.result())  # those of the first batch, whose weights are new
     while drawn <= more and flat_rows(batch).any():
         prompts = m.more_prompts()
         prompts |= {
@@ -87,10 +88,12 @@ def refilled(m: Any, batch: Batch, more: int) -> Batch:
         }
         fresh = prompts | m.actor.generate_sequences(prompts)
         fresh |= m.reward.compute_reward(fresh)
+        if "reward/failed" in metrics:
+            metrics["reward/failed"] += fresh.metrics.result()["reward/failed"]
         both = Batch.concat([batch, fresh.columns(*batch.names)])
         batch = both.select(np.argsort(flat_rows(both), kind="stable")[:rows])
         drawn += 1
-    metrics = {"dynamic/batches": float(drawn), "dynamic/flat": float(flat_rows(batch).mean())}
+    metrics |= {"dynamic/batches": float(drawn), "dynamic/flat": float(flat_rows(batch).mean())}
     return batch | Batch(metrics=metrics)
 
 

@@ -30,7 +30,7 @@ from hfjax.roles import Reward
 class Settings(PolicySettings):
     """REINFORCE++'s constants."""
 
-    baseline: Literal["none", "group"] = "none"  # group: scores less their prompt's mean first
+    baseline: Literal["none", "group"] = "none"  # group: rewards less their prompt's mean first
     gamma: float = 1.0  # discount a token
     kl: KLConfig = KLConfig(where="reward", estimator="k1", coef=0.001)  # from the reference
 

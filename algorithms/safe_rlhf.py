@@ -75,6 +75,15 @@ class Settings(PolicySettings):
             )
 
 
+def check(config: Any) -> None:
+    """Refuses settings of a whole run that do not fit together."""
+    if not config.algorithm.cost_critic and config.cost_critic.model:
+        raise ValueError(
+            f"cost_critic.model={config.cost_critic.model}: there is none with "
+            "algorithm.cost_critic=false; leave it out"
+        )
+
+
 def roles(cfg: Settings) -> dict[str, Any]:
     """Role classes with their losses and the columns those read."""
     critics = {"critic": "", "cost_critic": "cost_"} if cfg.cost_critic else {"critic": ""}

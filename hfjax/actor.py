@@ -94,6 +94,12 @@ class Generation:
     def columns(self, weights: Params, shard: Shard, *, greedy: bool) -> dict[str, np.ndarray]:
         """What generate_sequences writes, for the rows of this process."""
         n, place = shard.group, self.passes.placer(shard)
+        ids_BP = shard.columns["prompt_ids"]
+        if len(ids_BP) % n or (ids_BP != np.repeat(ids_BP[::n], n, axis=0)).any():
+            raise ValueError(
+                f"generate_sequences: {n} neighbouring rows are not one prompt each; give the call "
+                "group=1, or rows as the step was given them"
+            )
         sampling = self.sampling(n, greedy=greedy)
         default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
         limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
@@ -143,7 +149,8 @@ class Actor(TrainedRole):
         self.generates = rollout is not None and exchange is None
         temperature = rollout.temperature if rollout else 1.0
         super().__init__(context, temperature=temperature, seed=seed, **trained)
-        self.pretrainer = self.make_trainer(pretrain, ()) if pretrain else None
+        of_text = {"temperature": 1.0}  # whatever that of sampling is
+        self.pretrainer = self.make_trainer(pretrain, (), **of_text) if pretrain else None
         if measured_loss:
             self.first = self.make_trainer(measured_loss, trained["columns"], with_entropy=True)
         if rollout and self.generates:
@@ -224,7 +231,13 @@ class Actor(TrainedRole):
         """One update on whole texts, which keeps the policy a language model (PTX)."""
         assert self.pretrainer is not None, "this actor was built without a pretraining loss"
         rows = {name: shard.columns[name] for name in ROW_COLUMNS}
-        micros = cut_micros(rows, replicas=self.replicas.count, bucket=WIDTH_BUCKET)
+        micros = cut_micros(
+            rows,
+            replicas=self.replicas.count,
+            micro_sequences=min(self.training.micro_sequences, shard.n_rows),
+            micro_tokens=self.training.micro_tokens,
+            bucket=WIDTH_BUCKET,
+        )
         return self.told(shard, self.updated(self.pretrainer, micros), "pretrain_")
 
     @method(ONE_TO_ALL)

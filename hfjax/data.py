@@ -121,7 +121,8 @@ def make_texts(config: DataConfig, model: str, *, seed: int) -> Source | None:
         return None
     items = load_items(config.pretrain, "train", load_tokenizer(model), config, EXAMPLES)
     batch = config.prompts_per_step
-    return Source(items, EXAMPLES.collate, batch=batch, seed=seed, name=config.pretrain)
+    how = {"seed": seed, "shuffle": config.shuffle, "name": config.pretrain}
+    return Source(items, EXAMPLES.collate, batch=batch, **how)
 
 
 def make_sources(

@@ -61,8 +61,8 @@ class Plan:
         return self.config.data.prompts_per_step * self.n
 
     @property
-    def eval_rows(self) -> int:
-        """Items of an evaluation batch: what a step's memory allows, no more than there are."""
+    def eval_items(self) -> int:
+        """Items of an evaluation batch: 64 rows' or a step's, no more than there are."""
         if self.held_out is None:
             return 0
         items = max(EVAL_ROWS, self.rows) // self.held_out.rows
@@ -157,6 +157,11 @@ def _builders(
     for role, builder in roles.items():
         kind = role_class(builder)
         if issubclass(kind, TrainedRole):
+            if not hasattr(config, role):
+                raise ValueError(
+                    f"role {role!r} is trained and has no settings: roles(Settings()), of the "
+                    "defaults, must name it too"
+                )
             updates = 1 if builder.keywords.get("pretrain") else 0
             training = _training(role, getattr(config, role), *size, updates)
             more: dict[str, Any] = {}
@@ -218,7 +223,7 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
         )
     if issubclass(kind, Cost):
         if reward.eval_function:
-            raise ValueError("cost.eval_function: evaluations read no costs; leave it out")
+            raise ValueError("cost.eval_function: evaluations take cost.function; leave it out")
         return partial(FunctionCost, model=model, reward=reward)
     return partial(FunctionReward, model=model, reward=reward)
 
@@ -281,13 +286,16 @@ def _devices_found(runtime: str) -> tuple[str | None, int]:
 
 def _extent(plan: Plan) -> tuple[int, int]:
     """Tokens of the longest row there can be, and the highest id, the actor's own included."""
-    more = (plan.held_out, plan.texts)
-    sets = [plan.source.items, *(each.items for each in more if each)]
+    sets = [plan.source.items, *([plan.held_out.items] if plan.held_out else [])]
     lengths, ids = zip(*map(extent, sets), strict=True)
-    if plan.rollout is None:
-        return max(lengths), max(ids)
-    vocab = load_config(plan.model).vocab
-    return max(lengths) + plan.rollout.max_new_tokens, max(*ids, vocab - 1)
+    longest, highest = max(lengths), max(ids)
+    if plan.rollout:
+        longest += plan.rollout.max_new_tokens
+        highest = max(highest, load_config(plan.model).vocab - 1)
+    if plan.texts:  # nothing is generated after them
+        text, highest_of_text = extent(plan.texts.items)
+        longest, highest = max(longest, text), max(highest, highest_of_text)
+    return longest, highest
 
 
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
@@ -304,6 +312,10 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
         check_micro_sequences(training.micro_sequences, rows, unit, f"{role}.")
+        if plan.builders[role].keywords.get("pretrain"):
+            texts = plan.config.data.prompts_per_step  # a step's
+            micro = min(training.micro_sequences, texts)
+            check_micro_sequences(micro, texts, unit, f"data.pretrain: {role}.")
     if training.micro_tokens and place.base.pipe > 1:
         raise ValueError(
             f"{role}.micro_tokens={training.micro_tokens}: a pipeline of pipe={place.base.pipe} "

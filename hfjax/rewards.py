@@ -192,14 +192,16 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 30.0,
         on_error: Literal["fail", "skip"] = "fail",
+        section: str = "reward",
     ) -> None:
+        """`section` is that of its settings, which messages name."""
         if workers < 1:
-            raise ValueError(f"reward.workers={workers}: must be at least 1")
+            raise ValueError(f"{section}.workers={workers}: must be at least 1")
         if deadline_s <= 0:
-            raise ValueError(f"reward.deadline_s={deadline_s}: must be above 0 seconds")
+            raise ValueError(f"{section}.deadline_s={deadline_s}: must be above 0 seconds")
         if on_error not in ("fail", "skip"):
-            raise ValueError(f"reward.on_error={on_error!r}: use 'fail' or 'skip'")
-        self.function, self.deadline_s = function, deadline_s
+            raise ValueError(f"{section}.on_error={on_error!r}: use 'fail' or 'skip'")
+        self.function, self.deadline_s, self.section = function, deadline_s, section
         self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
         self._workers = [_Worker(function) for _ in range(workers)]
@@ -233,7 +235,8 @@ class RewardPool:
             failed[list(reasons)] = True
             row = min(reasons)
             counts = f"{len(reasons)} of {len(scores)} rows failed"
-            log.warning("reward %s: %s; row %d %s", self.function, counts, row, reasons[row])
+            where = f"{self.section} {self.function}"
+            log.warning("%s: %s; row %d %s", where, counts, row, reasons[row])
         return scores, failed
 
     def close(self) -> None:
@@ -250,6 +253,7 @@ class RewardPool:
         """Scores and, by row, the reasons of those that failed."""
         scores = np.zeros(len(texts[0]), np.float32)
         reasons: dict[int, str] = {}
+        where = f"{self.section} {self.function}"
         jobs, busy = deque(self._chunks(len(scores))), dict[_Worker, Job]()
         while jobs or busy:
             for worker in self._workers:
@@ -263,13 +267,13 @@ class RewardPool:
                     scores[job.start : job.stop] = answer.scores
                     self._row_s += 0.5 * (worker.seconds / job.rows - self._row_s)
                 elif answer.kind == "function":
-                    raise RewardError(f"reward {self.function} {answer.reason}")
+                    raise RewardError(f"{where} {answer.reason}")
                 elif job.rows > 1:
                     jobs.extend(Job(row, row + 1) for row in range(job.start, job.stop))
                 elif self._skip:
                     reasons[job.start] = answer.reason
                 else:
-                    raise RewardError(f"reward {self.function}, row {job.start} {answer.reason}")
+                    raise RewardError(f"{where}, row {job.start} {answer.reason}")
         return scores, reasons
 
     def _chunks(self, rows: int) -> list[Job]:
@@ -344,6 +348,6 @@ def _pool(reward: RewardConfig, section: str, setting: str) -> RewardPool:
     """Processes of the function that a setting names."""
     how = {name: getattr(reward, name) for name in ("workers", "deadline_s", "on_error")}
     try:
-        return RewardPool(getattr(reward, setting), **how)
+        return RewardPool(getattr(reward, setting), section=section, **how)
     except ValueError as error:
         raise ValueError(f"{section}.{setting}: {error}") from error

@@ -375,7 +375,8 @@ def first_rows(group_B: np.ndarray) -> np.ndarray:
 def check_overlong(start: int, buffer: int, factor: float) -> None:
     """Refuse a length penalty of which one part is missing; for settings at the start."""
     both_or_neither = (start > 0) == (buffer > 0) and min(start, buffer) >= 0
-    if not both_or_neither or not 0.0 < factor < math.inf:
+    idle = start == 0 and factor != 1.0
+    if not both_or_neither or idle or not 0.0 < factor < math.inf:
         raise ValueError(
             f"overlong_from={start}, overlong_buffer={buffer}, overlong_factor={factor}: two "
             "counts of tokens (both 0: no penalty) and a finite number above 0"

@@ -197,7 +197,8 @@ class TrainedRole(ModelRole):
         self.held = Weights(self.replicas, state, relay, offload=offload)
 
     def make_trainer(self, loss: LossFn, columns: tuple[str, ...], **options: Any) -> Trainer:
-        """The update of this model's state under a loss."""
+        """The update of this model's state under a loss, at the run's temperature by default."""
+        options.setdefault("temperature", self.temperature)
         return Trainer(
             self.config,
             self.head,
@@ -205,7 +206,6 @@ class TrainedRole(ModelRole):
             self.training.optimizer,
             loss,
             columns=columns,
-            temperature=self.temperature,
             remat=self.training.remat,
             zero=self.placement.zero,
             **options,

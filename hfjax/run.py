@@ -28,6 +28,7 @@ from hfjax.controller.handle import RECEIVE, SEND, start
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     GAP,
+    SAMPLE_COLUMNS,
     SEEN,
     Mean,
     Metric,
@@ -85,7 +86,7 @@ def default_config(
     """Defaults, for the embedded model those of its recipe, then the TOML file's settings.
 
     `own` names settings that come after them, or from the file. With data of one's own the recipe's
-    files, reward and eval_every are left out, with a score model its reward function.
+    files, reward, cost and eval_every are left out, with a score model the function it replaces.
     """
     cls = config_class(algorithm)
     config = cls()
@@ -96,11 +97,13 @@ def default_config(
         known = {field.name for field in dataclasses.fields(cls)}
         table = {name: value for name, value in read_toml(recipe).items() if name in known}
         own = {*own, *flat(given)}
+        scores = ("reward", "cost")
         if "data.train" in own:
-            table = {k: v for k, v in table.items() if k not in ("reward", "eval_every")}
+            table = {k: v for k, v in table.items() if k not in (*scores, "eval_every")}
             table["data"] = {k: v for k, v in table["data"].items() if k not in ("train", "eval")}
-        elif "reward.model" in own:
-            table.pop("reward", None)
+        for name in scores:
+            if f"{name}.model" in own:
+                table.pop(name, None)
         config = from_dict(cls, table, where=str(recipe), base=config)
     return from_dict(cls, given, where=file, base=config) if file else config
 
@@ -197,7 +200,7 @@ class Run:
             columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
-        self.models.memory = json.loads(json.dumps(self.models.memory))  # as a checkpoint has it
+        self._plain_memory(step)
         seconds = _seconds(calls := self._drained())
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
@@ -226,6 +229,14 @@ class Run:
             self.timeline.write(calls, spans, self.models.step)
         return calls
 
+    def _plain_memory(self, step: int) -> None:
+        """The algorithm's memory as a checkpoint has it."""
+        try:
+            self.models.memory = json.loads(json.dumps(self.models.memory))
+        except TypeError as error:
+            told = f"m.memory={self.models.memory!r} must be what JSON holds"
+            raise RuntimeError(f"step {step} of {self.algorithm.__name__}: {told}") from error
+
     def _watch_rollout(self, record: Mapping[str, float]) -> None:
         """From a gap between sampling and training on, sampled tokens are scored in every step."""
         if not self.plan.rollout_agrees or APART in self.models.memory:
@@ -241,8 +252,9 @@ class Run:
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
         """Ends a run whose updates are refused again and again; its weights are still finite."""
-        roles = [role.removesuffix("/skipped") for role in record if role.endswith("/skipped")]
-        refused = any(record[f"{r}/skipped"] > record.get(f"{r}/empty", 0.0) for r in roles)
+        ends = ("/skipped", "/pretrain_skipped")
+        kinds = [name.removesuffix("skipped") for name in record if name.endswith(ends)]
+        refused = any(record[f"{k}skipped"] > record.get(f"{k}empty", 0.0) for k in kinds)
         self.refused = self.refused + 1 if refused else 0
         if self.refused >= MAX_REFUSED:
             raise RuntimeError(
@@ -252,7 +264,9 @@ class Run:
 
     def _samples(self, batch: Batch) -> dict[str, Any]:
         """The columns of the rows to show; response texts too where no reward decoded them."""
-        columns = batch.select(sample_rows(len(batch))).resolved()
+        names = (*SAMPLE_COLUMNS, "input_ids", "prompt_length", "length")
+        shown = batch.columns(*dict.fromkeys(name for name in names if name in batch))
+        columns = shown.select(sample_rows(len(batch))).resolved()
         if "response" in columns:
             return columns
         rows = zip(*(columns[n] for n in ("input_ids", "prompt_length", "length")), strict=True)
@@ -265,7 +279,7 @@ class Run:
         start_s = time.perf_counter()
         models, group = self.models, self.models.group
         models.step, models.group = step, 1
-        batches = self.plan.held_out.batches(self.plan.eval_rows)
+        batches = self.plan.held_out.batches(self.plan.eval_items)
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
         self._drained()

@@ -10,7 +10,7 @@ from typing import Any
 
 from hfjax.controller.calls import CallRecord
 
-DRIVER = "controller"
+CONTROLLER = "controller"
 
 
 class Timeline:
@@ -41,7 +41,9 @@ class Timeline:
         """Calls, and the controller's own stages in a step."""
         events = [event for call in calls for event in self._events(call)]
         about = {"step": step}
-        events += [self._event(name, DRIVER, 0, (begin, end), about) for name, begin, end in spans]
+        events += [
+            self._event(name, CONTROLLER, 0, (begin, end), about) for name, begin, end in spans
+        ]
         with self._path.open("a") as file:
             file.writelines(json.dumps(event) + ",\n" for event in [*self._names(), *events])
 

@@ -99,7 +99,7 @@ class CallInfo:
     metrics: Mapping[str, Any]
     value: Any = None  # of a method without columns
     warnings: tuple[str, ...] = ()  # logged since the process's last report
-    rows: int = 0  # that this process answered for
+    rows: int = 0  # that this process was given
     tokens: int = 0  # of the rows that it was given or made, prompts included
     bytes_in: int = 0  # of the columns or weights that it read
     bytes_out: int = 0  # of those that it wrote

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 import hfjax
-from algorithms import grpo, ppo, sft
+from algorithms import grpo, ppo, safe_rlhf, sft
 from hfjax import cli
 from hfjax.actor import Actor
 from hfjax.algorithm import config_class
@@ -137,15 +137,15 @@ def test_responses_that_nothing_can_end_are_refused(
     assert message in refused(asked(tmp_path, model), monkeypatch)
 
 
-def test_an_evaluation_batch_is_no_bigger_than_a_step(tmp_path: Path) -> None:
+def test_an_evaluation_batch_has_64_rows_or_a_steps(tmp_path: Path) -> None:
     """It was 512 rows for every run: steps of 8 and of 128 rows, 100 held-out prompts."""
     held_out = prompts_file(tmp_path / "eval.jsonl", [[3]] * 100)
     config = asked(tmp_path, write_lut(tmp_path / "model", path_table(3, EOS)))
     data = dataclasses.replace(config.data, eval=held_out)
     config = dataclasses.replace(config, data=data)
-    assert prepare(grpo, config, NOW).eval_rows == 64
+    assert prepare(grpo, config, NOW).eval_items == 64
     wide = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, n=32))
-    assert prepare(grpo, wide, NOW).eval_rows == 100
+    assert prepare(grpo, wide, NOW).eval_items == 100
 
 
 def test_a_role_that_is_no_partial_is_named() -> None:
@@ -232,6 +232,15 @@ def test_a_score_model_takes_the_place_of_the_embedded_recipes_reward(tmp_path: 
         assert config.reward.function == ""
         assert config.data.train == "sums"  # the rest of the recipe stays
     assert [config.reward.model for config in configs] == ["judge", "judge", ""]
+
+
+def test_the_embedded_recipes_scores_are_for_its_own_data_alone() -> None:
+    """Costs of the embedded task would hold down what nobody asked them to."""
+    config = cli.parse(safe_rlhf, ["--data", "mine.jsonl"])
+    assert (config.reward.function, config.cost.function) == ("", "")
+    config = cli.parse(safe_rlhf, ["--cost.model", "judge"])
+    assert (config.reward.function, config.cost.function) != ("", "")
+    assert config.cost.function == ""
 
 
 @pytest.mark.parametrize(("role", "wrong"), [("reference", "train"), ("actor", "infer")])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The four roles on whole rows: neighbours, widths, fillers and padding ids change no number."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms import ppo
+from algorithms import ppo, safe_rlhf
 from hfjax.batch import Batch
 from hfjax.config import KLConfig, RolloutConfig, TrainingConfig
 from hfjax.controller.handle import Models, start
+from hfjax.controller.worker import RoleError
 from hfjax.engine.train import OptimizerConfig
-from hfjax.items import Prompt, prompt_columns
+from hfjax.items import Example, Prompt, example_columns, prompt_columns
 from hfjax.roles import Reward
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
@@ -214,3 +216,32 @@ def test_metrics_of_an_update_carry_the_roles_name(tmp_path: Path) -> None:
         batch |= {"ref_log_prob": batch["old_log_probs"]}
         found = {**m.actor.update_actor(batch).result(), **m.student.update_actor(batch).result()}
     assert {"actor/loss", "student/loss", "actor/grad_norm", "student/grad_norm"} <= found.keys()
+
+
+def test_rows_of_different_prompts_are_not_taken_for_one_prompts(models: Models) -> None:
+    with pytest.raises(RoleError, match="2 neighbouring rows are not one prompt each"):
+        models.actor.generate_sequences(prompts([3], [4, 5]), group=2)
+    both = models.actor.generate_sequences(prompts([3], [4, 5], n=2), group=2, greedy=True)
+    one = models.actor.generate_sequences(prompts([3], [4, 5]), group=1, greedy=True)
+    np.testing.assert_array_equal(both["input_ids"][::2], one["input_ids"])
+
+
+@pytest.mark.parametrize("micro", [0, 1])
+def test_texts_are_learned_as_text_whatever_the_temperature_of_sampling(
+    tmp_path: Path, micro: int
+) -> None:
+    model = write_tiny_hf(tmp_path / "model")
+    training = dataclasses.replace(FROZEN, micro_sequences=micro)
+    loss = partial(safe_rlhf.pretrain_loss, cfg=safe_rlhf.Settings(ptx_coef=1.0))
+    rollout = RolloutConfig(temperature=0.5)
+    builder = partial(ROLES["actor"], model=str(model), training=training, rollout=rollout)
+    with started(
+        actor=partial(builder, pretrain=loss),
+        reference=partial(ROLES["reference"], model=str(model)),
+    ) as models:
+        examples = [Example(ids, [False] + [True] * (len(ids) - 1)) for ids in ([3, 4, 5], [6, 7])]
+        texts = Batch(example_columns(examples, 1))
+        (record,) = [models.actor.update_pretrain(texts).result()]
+        logp_BT = models.reference.compute_ref_log_prob(texts)["ref_log_prob"]
+    mean = -logp_BT[texts["response_mask"]].mean()
+    assert record["actor/pretrain_nll"] == pytest.approx(mean, abs=1e-5)

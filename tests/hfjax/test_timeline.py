@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.worker import CallInfo
-from hfjax.timeline import DRIVER, Timeline
+from hfjax.timeline import CONTROLLER, Timeline
 
 
 def a_call(number: int, pool: str, *spans: tuple[float, float]) -> CallRecord:
@@ -49,7 +49,7 @@ def test_a_process_has_a_bar_a_call(tmp_path: Path) -> None:
     }
     assert (bars[3]["name"], bars[3]["dur"], len(bars)) == ("adv", 250_000, 5)
     names = {e["pid"]: e["args"]["name"] for e in found if e["ph"] == "M"}
-    assert set(names.values()) == {"policy", "value", DRIVER}
+    assert set(names.values()) == {"policy", "value", CONTROLLER}
     assert len({e["pid"] for e in bars}) == 4  # a resume has tracks of its own
     Timeline(path, done=2)
     assert [e for e in events(path) if e["ph"] == "X"] == []  # step 3 comes again
