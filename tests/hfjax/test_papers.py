@@ -16,7 +16,7 @@ from hfjax.batch import Batch
 from hfjax.config import KLConfig
 
 RNG = np.random.default_rng(0)
-MASK_BT = np.array([[0, 1, 1, 1, 0], [0, 1, 0, 1, 1], [0, 1, 0, 0, 0]], bool)
+MASK_BT = np.array([[0, 1, 1, 1, 0], [0, 1, 0, 1, 1], [0, 1, 0, 0, 0]] * 4, bool)
 LOGP_BT, OLD_BT, REF_BT = -2 * RNG.random((3, *MASK_BT.shape))
 ADVANTAGE_BT, VALUE_BT, RETURN_BT = RNG.normal(size=(3, *MASK_BT.shape))
 
