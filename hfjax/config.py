@@ -99,8 +99,8 @@ class RewardConfig:
         _require(self.workers >= 1, f"{at}.workers", self.workers, "at least 1")
         _require(self.deadline_s > 0, f"{at}.deadline_s", self.deadline_s, "seconds above 0")
         both = bool(self.function) and bool(self.model)
-        given = f"{self.function} and {self.model}"
-        _require(not both, f"{at}.function and {at}.model", given, "one of the two")
+        rule = f"left out with {at}.model={self.model}, which scores instead; set one of the two"
+        _require(not both, f"{at}.function", self.function, rule)
         for field in dataclasses.fields(self) if self.model else ():
             value = getattr(self, field.name)
             legal = field.name == "model" or value == field.default
@@ -131,7 +131,7 @@ class KLConfig:
         _require(legal, "kl.estimator", self.estimator, rule)
         _require(0 <= self.coef < math.inf, "kl.coef", self.coef, "0 or more, and finite")
         legal = self.target == 0 or (0 < self.target < math.inf and self.where == "reward")
-        rule = "0, or above it with kl.where=reward, whose coefficient is not compiled in"
+        rule = "0, or above it with kl.where=reward: only a coefficient in the reward is steered"
         _require(legal, "kl.target", self.target, rule)
         _require(0 < self.horizon < math.inf, "kl.horizon", self.horizon, "above 0, and finite")
         legal = self.target == 0 or self.coef > 0

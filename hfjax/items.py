@@ -220,6 +220,8 @@ def _answered(row: Row, key: str, tokenizer: Tokenizer, config: DataConfig) -> E
     Of a conversation only what follows the prompt is trained.
     """
     prompt_is_chat = isinstance(row.get(config.prompt_key), list)
+    if prompt_is_chat and any(isinstance(part, int) for part in row[config.prompt_key]):
+        raise ValueError(f"{config.prompt_key} is a list of ids: make it a text or messages here")
     if isinstance(row.get(key), list) and not prompt_is_chat:
         raise ValueError(
             f"{key} is messages and {config.prompt_key} is not: make both one or both the other"

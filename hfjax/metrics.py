@@ -24,8 +24,16 @@ SEQUENCE_STAGES = ("ref", "values", "adv", "update_critic", "update_actor")
 CONSOLE_NAMES = {  # what the console shows of a step, besides all of val-core/, and its words there
     "critic/score/mean": "score",
     "critic/vf_explained_var": "vf_explained_var",
+    "cost/score/mean": "cost",
+    "lagrange/lambda": "lambda",
+    "reward/failed": "rewards failed",
+    "cost/failed": "costs failed",
     "actor/loss": "actor loss",
+    "actor/pretrain_nll": "text nll",
     "critic/loss": "critic loss",
+    "reward_model/loss": "loss",
+    "actor/accuracy": "accuracy",
+    "reward_model/accuracy": "accuracy",
     "actor/ppo_kl": "ppo_kl",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad_norm",
@@ -335,6 +343,7 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
         parts = [f"{name} {s:.2f} s {s / max(whole_s, 1e-9):.0%}" for name, s in shares]
         text.append("\n  " + " · ".join(parts), style="not bold dim")
     words = {k: v for k, v in CONSOLE_NAMES.items() if k in metrics}
+    words = {k: v for k, v in words.items() if metrics[k] or not k.endswith("/failed")}
     words |= {name: name for name in sorted(metrics) if name.startswith("val-core/")}
     numbers = "   ".join(f"{word} {metrics[name]:.4g}" for name, word in words.items())
     text.append("\n  " + numbers if numbers else "", style="not bold")

@@ -138,8 +138,8 @@ def policy_loss(
         batch["old_log_probs"],
         batch["advantages"],
         mask_BT,
-        eps_low=cfg.clip_low,
-        eps_high=cfg.clip_high,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
         dual_clip=cfg.dual_clip or None,
         ratio=cfg.ratio,
     )

@@ -231,11 +231,15 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
 def _texts(config: Any, builders: Mapping[str, partial[Any]], model: str) -> Source | None:
     """Texts for the pretraining loss; refuses one without the other."""
     wanted = any(builder.keywords.get("pretrain") for builder in builders.values())
-    if bool(config.data.pretrain) != wanted:
-        found = "sets a pretraining loss" if wanted else "has no pretraining loss"
+    if wanted and not config.data.pretrain:
         raise ValueError(
-            f"data.pretrain={config.data.pretrain!r}: the algorithm {found} (algorithm.ptx_coef of "
-            "safe_rlhf); set both or neither"
+            "data.pretrain='': the algorithm has a loss on texts; name a file with a column `text` "
+            "or leave that loss out (algorithm.ptx_coef=0 of safe_rlhf)"
+        )
+    if config.data.pretrain and not wanted:
+        raise ValueError(
+            f"data.pretrain={config.data.pretrain}: the algorithm has no loss on texts; leave it "
+            "out, or ask for one (algorithm.ptx_coef above 0 of safe_rlhf)"
         )
     return make_texts(config.data, model, seed=config.seed)
 

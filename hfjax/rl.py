@@ -157,14 +157,14 @@ def adapted_kl_coef(
     return coef * (1.0 + error * sequences / horizon)
 
 
-def check_policy_clip(eps_low: float, eps_high: float, dual_clip: float | None) -> None:
+def check_policy_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
     """Refuse clip settings under which the surrogate is not PPO's; for settings at the start."""
-    if not 0.0 < eps_low < 1.0:
+    if not 0.0 < clip_low < 1.0:
         raise ValueError(
-            f"eps_low={eps_low} must be in (0, 1): the ratio's lower bound is 1-eps_low"
+            f"clip_low={clip_low} must be in (0, 1): the ratio's lower bound is 1-clip_low"
         )
-    if not 0.0 < eps_high < math.inf:
-        raise ValueError(f"eps_high={eps_high} must be finite and > 0, for example 0.2")
+    if not 0.0 < clip_high < math.inf:
+        raise ValueError(f"clip_high={clip_high} must be finite and > 0, for example 0.2")
     if dual_clip is not None and not 1.0 < dual_clip < math.inf:
         raise ValueError(
             f"dual_clip={dual_clip} must be > 1 (3.0 is usual), or left out (in settings: 0)"
@@ -177,8 +177,8 @@ def policy_loss(
     advantages_BT: jax.Array,
     mask_BT: jax.Array,
     *,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
     dual_clip: float | None = 3.0,
     ratio: str = "token",
 ) -> tuple[jax.Array, dict[str, Mean]]:
@@ -191,7 +191,7 @@ def policy_loss(
     Metrics: pg_clipfrac, where the clipped term is the larger; pg_clipfrac_lower, where the dual
     clip acts; ppo_kl, the k1 estimate of KL(old || new); ppo_kl_k3, the same by k3, never negative.
     """
-    check_policy_clip(eps_low, eps_high, dual_clip)
+    check_policy_clip(clip_low, clip_high, dual_clip)
     if ratio not in ("token", "sequence"):
         raise ValueError(f"ratio={ratio!r} is unknown; use 'token' or 'sequence'")
     log_ratio_BT = _under(mask_BT, logp_BT) - _under(mask_BT, old_logp_BT)
@@ -199,7 +199,7 @@ def policy_loss(
     used_BT = log_ratio_BT if ratio == "token" else _sequence_log_ratio(log_ratio_BT, mask_BT)
     ratio_BT = jnp.exp(jnp.clip(used_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     plain_BT = -advantages_BT * ratio_BT
-    clipped_BT = -advantages_BT * jnp.clip(ratio_BT, 1.0 - eps_low, 1.0 + eps_high)
+    clipped_BT = -advantages_BT * jnp.clip(ratio_BT, 1.0 - clip_low, 1.0 + clip_high)
     loss_BT = jnp.maximum(plain_BT, clipped_BT)
     bound_BT = jnp.full_like(loss_BT, jnp.inf) if dual_clip is None else -dual_clip * advantages_BT
     bounded_BT = (advantages_BT < 0.0) & (loss_BT > bound_BT)
@@ -374,13 +374,12 @@ def first_rows(group_B: np.ndarray) -> np.ndarray:
 
 def check_overlong(start: int, buffer: int, factor: float) -> None:
     """Refuse a length penalty of which one part is missing; for settings at the start."""
-    both_or_neither = (start > 0) == (buffer > 0) and min(start, buffer) >= 0
-    idle = start == 0 and factor != 1.0
-    if not both_or_neither or idle or not 0.0 < factor < math.inf:
-        raise ValueError(
-            f"overlong_from={start}, overlong_buffer={buffer}, overlong_factor={factor}: two "
-            "counts of tokens (both 0: no penalty) and a finite number above 0"
-        )
+    found = f"overlong_from={start}, overlong_buffer={buffer}, overlong_factor={factor}"
+    if (start > 0) != (buffer > 0) or min(start, buffer) < 0:
+        lacking = "overlong_buffer" if start > 0 else "overlong_from"
+        raise ValueError(f"{found}: {lacking} must be a count too, or both 0 (no penalty)")
+    if (start == 0 and factor != 1.0) or not 0.0 < factor < math.inf:
+        raise ValueError(f"{found}: the factor must be finite and above 0, and 1 without a penalty")
 
 
 def overlong_penalty(tokens_B: np.ndarray, start: int, buffer: int, factor: float) -> np.ndarray:

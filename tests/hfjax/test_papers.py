@@ -75,7 +75,7 @@ def mean(loss_BT: jax.Array, mode: str = "token-mean") -> jax.Array:
 @pytest.mark.parametrize(("low", "high", "c"), [(0.2, 0.2, 3.0), (0.1, 0.3, 1.2), (0.5, 0.9, 50.0)])
 def test_the_policy_loss_and_its_gradient(low: float, high: float, c: float) -> None:
     def ours(logp: jax.Array) -> jax.Array:
-        clips = {"eps_low": low, "eps_high": high, "dual_clip": c}
+        clips = {"clip_low": low, "clip_high": high, "dual_clip": c}
         return mean(rl.policy_loss(logp, OLD_BT, ADVANTAGE_BT, MASK_BT, **clips)[0])
 
     check(ours, lambda x: surrogate(x, low, high, c), LOGP_BT)
@@ -86,7 +86,7 @@ def test_gspo_and_its_gradient() -> None:
     advantage_BT = np.repeat(row_B[:, None], MASK_BT.shape[1], 1)
 
     def ours(logp: jax.Array) -> jax.Array:
-        how = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None, "ratio": "sequence"}
+        how = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio": "sequence"}
         loss_BT, _ = rl.policy_loss(logp, OLD_BT, advantage_BT, MASK_BT, **how)
         return mean(loss_BT, "seq-mean-token-mean")
 

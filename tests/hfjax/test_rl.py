@@ -189,7 +189,7 @@ def one_token(advantage, ratio, **clip):
     [(1, 1.1, -1.1), (1, 10, -1.2), (-1, 10, 3.0), (-1, 2, 2.0), (-1, 0.5, 0.8)],
 )
 def test_dual_clip_bounds_negative_advantages_only(advantage, ratio, want):
-    loss, metrics = one_token(advantage, ratio, eps_low=0.2, eps_high=0.2, dual_clip=3.0)
+    loss, metrics = one_token(advantage, ratio, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert loss == pytest.approx(want, rel=1e-5)
     assert metrics["pg_clipfrac_lower"] == (want == 3.0)
 
@@ -200,7 +200,7 @@ def test_without_dual_clip_a_negative_advantage_is_unbounded():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dual_clip": 1.0}, {"dual_clip": 0.5}, {"eps_low": 1.0}, {"eps_high": 0.0}]
+    "wrong", [{"dual_clip": 1.0}, {"dual_clip": 0.5}, {"clip_low": 1.0}, {"clip_high": 0.0}]
 )
 def test_clip_settings_that_are_not_ppo_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -208,8 +208,8 @@ def test_clip_settings_that_are_not_ppo_are_refused(wrong):
 
 
 def test_the_clipped_term_is_what_is_averaged_and_the_metric_sees_it():
-    for eps_high, want in ((0.2, -1.2), (0.28, -1.28)):
-        loss, metrics = one_token(1, 2, eps_high=eps_high)
+    for clip_high, want in ((0.2, -1.2), (0.28, -1.28)):
+        loss, metrics = one_token(1, 2, clip_high=clip_high)
         assert loss == pytest.approx(want)
         assert metrics["pg_clipfrac"] == 1
         assert metrics["ppo_kl"] == pytest.approx(-np.log(2))
@@ -242,7 +242,7 @@ def policy_loss_by_definition(logp, old, advantage, low, high, c):
 @given(grids(), grids(), grids())
 def test_policy_loss_is_the_papers(logp, old, advantage):
     loss, metrics = rl.policy_loss(
-        logp, old, advantage, np.ones((B, T), bool), eps_low=0.1, eps_high=0.3, dual_clip=2.0
+        logp, old, advantage, np.ones((B, T), bool), clip_low=0.1, clip_high=0.3, dual_clip=2.0
     )
     wide = [x.astype(np.float64) for x in (logp, old, advantage)]
     close(loss, policy_loss_by_definition(*wide, 0.1, 0.3, 2.0), 1e-4)
@@ -425,7 +425,7 @@ def test_gspo_has_the_rows_ratio_and_each_tokens_gradient():
     advantages_BT = np.where(mask_BT, np.array([[2.0], [1.0]], np.float32), np.float32(0))
 
     def loss(logp_BT):
-        options = {"eps_low": 0.1, "eps_high": 0.2, "dual_clip": None, "ratio": "sequence"}
+        options = {"clip_low": 0.1, "clip_high": 0.2, "dual_clip": None, "ratio": "sequence"}
         loss_BT, _ = rl.policy_loss(logp_BT, old_BT, advantages_BT, mask_BT, **options)
         return loss_BT.sum(), loss_BT
 
