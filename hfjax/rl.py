@@ -380,6 +380,11 @@ def check_overlong(start: int, buffer: int, factor: float) -> None:
             f"overlong_from={start}, overlong_buffer={buffer}, overlong_factor={factor}: two "
             "counts of tokens (both 0: no penalty) and a finite number above 0"
         )
+    if not start and factor != 1.0:
+        raise ValueError(
+            f"overlong_factor={factor}: no length costs anything with overlong_from=0; set "
+            "overlong_from and overlong_buffer too, or leave it 1.0"
+        )
 
 
 def overlong_penalty(tokens_B: np.ndarray, start: int, buffer: int, factor: float) -> np.ndarray:
