@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses, gradients and advantages against NumPy transcriptions; masks and cuts change nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -37,9 +37,11 @@ def holed(seed: int = 0) -> np.ndarray:
     return mask_BT
 
 
-X, OLD, ADVANTAGE = normal(1), normal(2), normal(3)
-MASK = holed()
-ROW_ADVANTAGE = np.where(MASK, ADVANTAGE[:, :1], 0)
+X: Any = normal(1)
+OLD: Any = normal(2)
+ADVANTAGE: Any = normal(3)
+MASK: Any = holed()
+ROW_ADVANTAGE: Any = np.where(MASK, ADVANTAGE[:, :1], 0)
 
 
 # --- the papers, in float64
@@ -91,7 +93,7 @@ def np_dpo(x: np.ndarray, cfg: dpo.Settings) -> float:
 def np_bradley_terry(x: np.ndarray, s: float, centre: float) -> float:
     w, l = x[::2, 0], x[1::2, 0]
     p = np.exp(w) / (np.exp(w) + np.exp(l))
-    return np.mean(-(1 - s) * np.log(p) - s * np.log(1 - p) + centre * (w + l) ** 2)
+    return float(np.mean(-(1 - s) * np.log(p) - s * np.log(1 - p) + centre * (w + l) ** 2))
 
 
 def mean(x_BT: Any, mode: str = "token-mean") -> jax.Array:
@@ -101,6 +103,14 @@ def mean(x_BT: Any, mode: str = "token-mean") -> jax.Array:
 def ours_policy(x: Any, low: float, high: float, c: float | None) -> jax.Array:
     clips: dict[str, Any] = {"eps_low": low, "eps_high": high, "dual_clip": c}
     return mean(rl.policy_loss(x, OLD, ADVANTAGE, MASK, **clips)[0])
+
+
+def ours_value(x: Any, clip: float) -> jax.Array:
+    return mean(rl.value_loss(x, OLD, ADVANTAGE, MASK, clip=clip)[0])
+
+
+def ours_kl(x: Any, kind: str) -> jax.Array:
+    return mean(rl.kl_penalty(kind, x, OLD, MASK))
 
 
 def ours_gspo(x: Any, low: float, high: float) -> jax.Array:
@@ -125,10 +135,8 @@ def ours_bradley_terry(x: Any, s: float, centre: float) -> jax.Array:
 PAPERS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
     "clipped": (ours_policy, np_policy, (0.1, 0.3, None)),
     "dual clip": (ours_policy, np_policy, (0.2, 0.2, 2.0)),
-    "value": (lambda x, c: mean(rl.value_loss(x, OLD, ADVANTAGE, MASK, clip=c)[0]), np_value, (0.5,)),
-    "k1": (lambda x, kind: mean(rl.kl_penalty(kind, x, OLD, MASK)), np_kl, ("k1",)),
-    "k2": (lambda x, kind: mean(rl.kl_penalty(kind, x, OLD, MASK)), np_kl, ("k2",)),
-    "k3": (lambda x, kind: mean(rl.kl_penalty(kind, x, OLD, MASK)), np_kl, ("k3",)),
+    "value": (ours_value, np_value, (0.5,)),
+    **{kind: (ours_kl, np_kl, (kind,)) for kind in ("k1", "k2", "k3")},
     "gspo": (ours_gspo, np_gspo, (0.3, 0.4)),
     "dpo": (ours_dpo, np_dpo, (dpo.Settings(beta=0.7),)),
     "cdpo": (ours_dpo, np_dpo, (dpo.Settings(beta=0.7, label_smoothing=0.2),)),
@@ -223,9 +231,9 @@ def np_remax() -> np.ndarray:
 
 
 def np_grpo() -> np.ndarray:
-    groups = SCORE.reshape(2, 2)
-    std = groups.std(axis=1, ddof=1, keepdims=True)
-    return np.repeat(((groups - groups.mean(1, keepdims=True)) / (std + 1e-6)).ravel(), MASK.sum(-1))
+    pairs = SCORE.reshape(2, 2)
+    centred, std = pairs - pairs.mean(1, keepdims=True), pairs.std(1, ddof=1, keepdims=True)
+    return np.repeat((centred / (std + 1e-6)).ravel(), MASK.sum(-1))
 
 
 def np_safe() -> np.ndarray:
@@ -252,11 +260,15 @@ ADVANTAGES: dict[str, tuple[ModuleType, Any, Callable[[], np.ndarray]]] = {
 }
 
 
-def advantages(name: str, batch: Batch) -> np.ndarray:
-    """Those of the batch's trained tokens, row after row."""
+def prepared(name: str, batch: Batch) -> Batch:
     module, cfg, _ = ADVANTAGES[name]
     more = {"remax": (greedy_batch(), cfg, {}), "grpo": (cfg,)}.get(name, (cfg, {}))
-    return np.asarray(module.compute_advantage(batch, *more)["advantages"])[batch["response_mask"]]
+    return module.compute_advantage(batch, *more)
+
+
+def advantages(name: str, batch: Batch) -> np.ndarray:
+    """Those of the batch's trained tokens, row after row."""
+    return np.asarray(prepared(name, batch)["advantages"])[batch["response_mask"]]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -288,14 +300,151 @@ def test_the_adaptive_kl_coefficient_is_the_papers() -> None:
 
 def test_rlax_agrees() -> None:
     rlax = pytest.importorskip("rlax")
-    whole = np.ones((1, T), bool)
+    whole = jnp.ones((1, T), bool)
     for i in range(B):
         r, v = (jnp.asarray(x[i], jnp.float32) for x in (X, VALUES))
         found, _ = rl.gae(r[None], v[None], whole, GAMMA, LAM)
         args = jnp.full(T, GAMMA), LAM, jnp.append(v, 0.0)
         wanted = rlax.truncated_generalized_advantage_estimation(r, *args)
         np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6)
-        x, a = X[i : i + 1].astype(np.float32), ADVANTAGE[i : i + 1].astype(np.float32)
-        loss_BT, _ = rl.policy_loss(x, np.zeros_like(x), a, whole, dual_clip=None)
-        wanted = rlax.clipped_surrogate_pg_loss(jnp.exp(x[0]), a[0], 0.2)
+        a = jnp.asarray(ADVANTAGE[i], jnp.float32)
+        loss_BT, _ = rl.policy_loss(r[None], 0 * r[None], a[None], whole, dual_clip=None)
+        wanted = rlax.clipped_surrogate_pg_loss(jnp.exp(r), a, 0.2)
         np.testing.assert_allclose(loss_BT.mean(), wanted, rtol=1e-5)
+
+
+# --- masks and cuts
+
+PAIRS = 3
+EVERYTHING = policy.PolicySettings(
+    kl=KLConfig(where="loss", coef=0.3), entropy_coef=0.2, rollout_correction="token"
+)
+OF_ROWS = policy.PolicySettings(
+    kl=KLConfig(where="loss", estimator="k2", coef=0.3),
+    ratio="sequence",
+    rollout_correction="sequence",
+    aggregation="seq-mean-token-mean",
+)
+LOSSES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "policy with everything": (policy.policy_loss, EVERYTHING),
+    "policy of rows": (policy.policy_loss, OF_ROWS),
+    "measured": (
+        policy.measured_loss,
+        policy.PolicySettings(aggregation="seq-mean-token-sum", entropy_coef=0.1),
+    ),
+    "value": (ppo.critic_loss, ppo.Settings()),
+    "dpo": (dpo.dpo_loss, dpo.Settings(label_smoothing=0.1)),
+    "ipo": (dpo.dpo_loss, dpo.Settings(loss="ipo")),
+    "reward model": (
+        reward_model.preference_loss,
+        reward_model.Settings(label_smoothing=0.1, centre=0.2),
+    ),
+    "sft": (sft.sft_loss, sft.Settings()),
+    "pretrain": (safe_rlhf.pretrain_loss, safe_rlhf.Settings(ptx_coef=2.0)),
+}
+NAMES = (
+    *("log_probs", "entropy", "new_values", "scores", "old_log_probs", "ref_log_prob"),
+    *("advantages", "values", "returns", policy.ROLLOUT),
+)
+Columns = dict[str, Any]
+
+
+@jax.jit
+def every_loss(columns: Columns, mask_BT: jax.Array, total: rl.Denominators) -> dict[str, Any]:
+    """((loss, metrics), gradients to every column) of every loss."""
+
+    def of(columns: Columns, name: str) -> Any:
+        outputs = Outputs(
+            log_probs_BT=columns["log_probs"],
+            entropy_BT=columns["entropy"],
+            values_BT=columns["new_values"],
+            scores_B=columns["scores"],
+        )
+        batch = {**columns, "response_mask": mask_BT}
+        loss, cfg = LOSSES[name]
+        return loss(outputs, batch, total, cfg=cfg)
+
+    return {name: jax.value_and_grad(of, has_aux=True)(columns, name) for name in LOSSES}
+
+
+CASES = st.tuples(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, T - 1),
+    st.lists(st.booleans(), min_size=PAIRS, max_size=PAIRS),
+)
+Case = tuple[int, int, list[bool]]
+
+
+def drawn(seed: int, column: int, real_N: list[bool]) -> tuple[Columns, np.ndarray]:
+    """Columns, and a mask with holes, True in one column; pairs that are not real are masked."""
+    rng = np.random.default_rng(seed)
+    mask_BT = rng.random((2 * PAIRS, T)) < 0.6
+    mask_BT[:, column] = True
+    columns: Columns = {name: rng.normal(0, 1, mask_BT.shape).astype("f4") for name in NAMES}
+    columns["scores"] = columns["scores"][:, 0]
+    return columns, mask_BT & np.repeat(real_N, 2)[:, None]
+
+
+def filled(columns: Columns, mask_BT: np.ndarray, garbage: float) -> Columns:
+    masks = {name: mask_BT if x.ndim == 2 else mask_BT.any(-1) for name, x in columns.items()}
+    return {name: np.where(masks[name], x, np.float32(garbage)) for name, x in columns.items()}
+
+
+@settings(max_examples=20, deadline=None)
+@given(CASES, st.sampled_from([1e30, -np.inf, np.nan]))
+def test_garbage_under_the_mask_changes_no_loss(case: Case, garbage: float) -> None:
+    columns, mask_BT = drawn(*case)
+    total = rl.denominators(jnp.asarray(mask_BT))
+    found, wanted = (
+        every_loss(filled(columns, mask_BT, x), mask_BT, total) for x in (garbage, 0.0)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    for (loss, _), grads in found.values():
+        assert np.isfinite(loss)
+        kept = filled(grads, mask_BT, 0.0)
+        jax.tree.map(np.testing.assert_array_equal, kept, jax.tree.map(np.asarray, grads))
+
+
+@settings(max_examples=12, deadline=None)
+@given(CASES, st.permutations(range(PAIRS)), st.sampled_from([[1, 1, 1], [2, 1], [1, 2]]))
+def test_no_cut_into_micro_batches_changes_a_loss(
+    case: Case, order: list[int], sizes: list[int]
+) -> None:
+    columns, mask_BT = drawn(*case)
+    total = rl.denominators(jnp.asarray(mask_BT))
+    whole = every_loss(columns, mask_BT, total)
+    pairs = np.split(np.array(order), np.cumsum(sizes)[:-1])
+    parts = [(2 * pair[:, None] + np.arange(2)).ravel() for pair in pairs]
+    found = [
+        every_loss({name: x[rows] for name, x in columns.items()}, mask_BT[rows], total)
+        for rows in parts
+    ]
+    for name, ((loss, metrics), grads) in whole.items():
+        np.testing.assert_allclose(sum(f[name][0][0] for f in found), loss, rtol=1e-5, atol=1e-6)
+        merged: dict[str, Any] = {}
+        for rows, f in zip(parts, found, strict=True):
+            merged = merge(merged, f[name][0][1])
+            for column, grad in f[name][1].items():
+                np.testing.assert_allclose(grad, grads[column][rows], rtol=1e-5, atol=1e-7)
+        assert finalize(merged) == pytest.approx(finalize(metrics), rel=1e-5, abs=1e-6)
+
+
+@cache
+def statistics(name: str, garbage: float) -> dict[str, Any]:
+    """What an algorithm prepares where row 2 is masked out, and its metrics."""
+    mask_BT = MASK & (np.arange(B) != 2)[:, None]
+    batch = advantage_batch(mask_BT)
+    keys = ("old_log_probs", "ref_log_prob", "values", "cost_values")
+    columns = {key: np.where(mask_BT, batch[key], np.float32(garbage)) for key in keys}
+    real_B = mask_BT.any(-1)
+    columns |= {key: np.where(real_B, batch[key], np.float32(garbage)) for key in ("score", "cost")}
+    found = prepared(name, batch | columns)
+    return {key: np.asarray(found[key]) for key in found.names} | found.metrics.result()
+
+
+@pytest.mark.parametrize("garbage", [1e30, np.inf, np.nan])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_garbage_under_the_mask_changes_no_statistic(name: str, garbage: float) -> None:
+    found = statistics(name, garbage)
+    assert all(np.isfinite(x).all() for x in found.values())
+    jax.tree.map(np.testing.assert_array_equal, found, statistics(name, 0.0))
