@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hfjax import preferences, rl
@@ -59,10 +60,11 @@ def preference_loss(
     outputs: Outputs, batch: Mapping[str, jax.Array], total: rl.Denominators, *, cfg: Settings
 ) -> tuple[jax.Array, Mapping[str, Mean]]:
     """-log sigmoid(s_chosen - s_rejected), averaged over the mini-batch's pairs."""
-    chosen_N, rejected_N = preferences.paired(outputs.scores_B)
+    mask_BT = batch["response_mask"]
+    score_B = jnp.where(mask_BT.any(-1), outputs.scores_B, 0.0)  # NaN there would reach gradients
+    chosen_N, rejected_N = preferences.paired(score_B)
     margin_N = chosen_N - rejected_N
     loss_N = preferences.pair_loss(margin_N, cfg.label_smoothing)
     loss_N += cfg.centre * (chosen_N + rejected_N) ** 2
-    mask_BT = batch["response_mask"]
     metrics = preferences.pair_metrics(margin_N, mask_BT)
     return preferences.mean_over_pairs(loss_N, mask_BT, total), metrics

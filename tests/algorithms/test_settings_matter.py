@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of every algorithm moves a number, or changes what is called."""
+"""Every setting of every algorithm changes what a step computes, or is refused by name."""
 
 import dataclasses
-from types import ModuleType
-from typing import Any
+from collections.abc import Iterator
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,127 +17,187 @@ from hfjax import rl
 from hfjax.batch import Batch
 from hfjax.config import KLConfig
 from hfjax.engine.train import Outputs
-from hfjax.policy import takes_rollout
+from hfjax.metrics import finalize
 
-ALL = (ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf, dpo, reward_model, sft)
-NORM = {"aggregation": "seq-mean-token-sum-norm", "aggregation_length": 7}
-LONG = {"overlong_from": 1, "overlong_buffer": 2}
-WEIGHED = {"rollout_correction": "token"}
-STEERED = KLConfig(where="reward", estimator="k2", coef=0.3, target=0.5)
-CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of a field: settings to compare
-    "clip_low": ({}, {"clip_low": 0.05}),
-    "clip_high": ({}, {"clip_high": 0.05}),
-    "dual_clip": ({"dual_clip": 0.0}, {"dual_clip": 1.01}),
-    "ratio": ({}, {"ratio": "sequence"}),
-    "rollout_correction": ({}, {"rollout_correction": "token"}),
-    "rollout_cap": (WEIGHED, WEIGHED | {"rollout_cap": 1.1}),
-    "old_log_probs": ({}, {"old_log_probs": "score"}),
-    "entropy_coef": ({}, {"entropy_coef": 0.1}),
-    "aggregation": ({"aggregation": "token-mean"}, {"aggregation": "token-sum"}),
-    "aggregation_length": (NORM, NORM | {"aggregation_length": 9}),
-    "gamma": ({}, {"gamma": 0.5}),
-    "lam": ({}, {"lam": 0.5}),
-    "value_clip": ({}, {"value_clip": 0.01}),
-    "normalize": ({}, {"normalize": "none"}),
-    "dynamic_batches": ({}, {"dynamic_batches": 2}),
-    "overlong_from": ({}, LONG),
-    "overlong_buffer": (LONG, LONG | {"overlong_buffer": 1}),
-    "overlong_factor": (LONG, LONG | {"overlong_factor": 0.5}),
-    "baseline": ({}, {"baseline": "group"}),
-    "cost_limit": ({}, {"cost_limit": 0.4}),
-    "multiplier": ({}, {"multiplier": 2.0}),
-    "multiplier_lr": ({}, {"multiplier_lr": 0.5}),
-    "multiplier_max": ({}, {"multiplier_max": 1.0}),
-    "cost_window": ({}, {"cost_window": 1}),
-    "cost_critic": ({}, {"cost_critic": False}),
-    "ptx_coef": ({"ptx_coef": 1.0}, {"ptx_coef": 2.0}),
-    "score_clip": ({}, {"score_clip": 0.1}),
-    "beta": ({}, {"beta": 0.7}),
-    "loss": ({}, {"loss": "ipo"}),
-    "label_smoothing": ({}, {"label_smoothing": 0.3}),
-    "centre": ({}, {"centre": 0.3}),
+ALGORITHMS = (ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf, dpo, reward_model, sft)
+B, T = 8, 6
+OTHER = {  # values that the batch below tells from the default; others are halves, or 0.3 for 0
+    **{"dual_clip": 2.0, "score_clip": 0.5, "value_clip": 0.2, "rollout_cap": 4.0, "target": 0.1},
+    **{"dynamic_batches": 2, "cost_window": 4, "aggregation_length": 5, "horizon": 3.0},
+    **{"overlong_from": 3, "overlong_buffer": 3},
 }
-KL_CHANGES = {
-    "where": (KLConfig(where="loss"), KLConfig(where="none")),
-    "estimator": (KLConfig(where="loss", estimator="k2"), KLConfig(where="loss", estimator="k3")),
-    "coef": (KLConfig(where="loss", coef=0.1), KLConfig(where="loss", coef=0.2)),
-    "target": (STEERED, dataclasses.replace(STEERED, target=2.5)),
-    "horizon": (STEERED, dataclasses.replace(STEERED, horizon=5.0)),
+SUM_NORM = "seq-mean-token-sum-norm"
+NORM = {"aggregation": SUM_NORM, "aggregation_length": 8}
+LONG = {"overlong_from": 2, "overlong_buffer": 2}
+BESIDE = {  # what a setting needs beside it
+    "rollout_cap": {"rollout_correction": "token"},
+    "aggregation_length": NORM,
+    **dict.fromkeys(("overlong_from", "overlong_buffer", "overlong_factor"), LONG),
+    "kl.where": {"kl.estimator": "k3"},
+    "kl.horizon": {"kl.target": 0.1},
+    "aggregation": NORM,
+}
+REFUSED = {  # whatever stands beside
+    *((grpo, "kl.where", "reward"), (grpo, "kl.estimator", "k1"), (sft, "aggregation", SUM_NORM)),
+    *((grpo, "kl.target", OTHER["target"]), (grpo, "kl.horizon", OTHER["horizon"])),
 }
 
 
-def a_batch() -> Batch:
-    """Sixteen rows, two of a prompt, with every column that a loss or an advantage reads."""
+def drawn_columns() -> dict[str, np.ndarray]:
+    """Two responses to each of four prompts; the scores of the first prompt are equal."""
     rng = np.random.default_rng(3)
-    mask_BT = np.array([[0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 1, 0]] * 4, bool)
-    names = ("old_log_probs", "ref_log_prob", "values", "cost_values", "rollout_log_probs")
-    columns = {name: rng.normal(size=(16, 4)).astype(np.float32) for name in names}
-    return Batch(
-        columns,
-        rollout_truncated_log_probs=columns["rollout_log_probs"],
-        response_mask=mask_BT,
-        prompt_length=np.array([1, 1, 2, 2] * 4),
-        length=np.array([4, 3, 4, 3] * 4),
-        score=rng.normal(size=16).astype(np.float32),
-        cost=rng.normal(size=16).astype(np.float32) + 1,
-        uid=np.arange(16) // 2,
+    mask_BT = np.arange(T) >= 1
+    mask_BT = mask_BT & (np.arange(T) <= rng.integers(2, T, B)[:, None])
+    names = ("old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_truncated_log_probs")
+    more = ("values", "cost_values", "new_log_probs", "new_values")
+    columns = {name: rng.normal(0, 1, (B, T)).astype(np.float32) for name in (*names, *more)}
+    score_B = rng.normal(0, 2, B).astype(np.float32)
+    score_B[1] = score_B[0]
+    lengths = {"prompt_length": np.ones(B, int), "length": 1 + mask_BT.sum(-1)}
+    cost_B = rng.normal(8, 8, B).astype(np.float32)
+    scored = {"score": score_B, "cost": cost_B, "response_mask": mask_BT}
+    rows = {"uid": np.arange(B) // 2, "row_id": np.arange(B, dtype=np.int32)}
+    return columns | scored | lengths | rows
+
+
+COLUMNS = drawn_columns()
+
+
+class Role:
+    """Answers calls from COLUMNS; an update is the role's loss on outputs that have moved."""
+
+    def __init__(self, name: str, calls: list[str], settings: dict[str, Any]) -> None:
+        self.name, self.calls, self.settings = name, calls, settings
+
+    def _answer(self, call: str, *names: str, rows: int = B, **renamed: str) -> Batch:
+        self.calls.append(f"{self.name}.{call}")
+        columns = {name: COLUMNS[name] for name in names}
+        columns |= {name: COLUMNS[of] for name, of in renamed.items()}
+        return Batch({name: x[:rows] for name, x in columns.items()})
+
+    def generate_sequences(self, prompts: Batch, **how: Any) -> Batch:
+        names = ("response_mask", "rollout_log_probs", "rollout_truncated_log_probs", "length")
+        return self._answer("generate", *names, "prompt_length", rows=len(prompts))
+
+    def compute_log_prob(self, batch: Batch) -> Batch:
+        return self._answer("log_prob", "old_log_probs")
+
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        return self._answer("ref_log_prob", "ref_log_prob")
+
+    def compute_values(self, batch: Batch) -> Batch:
+        return self._answer("values", values="values" if self.name == "critic" else "cost_values")
+
+    def compute_reward(self, batch: Batch, **how: Any) -> Batch:
+        return self._answer("reward", "score", rows=len(batch))
+
+    def compute_cost(self, batch: Batch) -> Batch:
+        return self._answer("cost", "cost")
+
+    def update(self, batch: Batch, key: str = "loss") -> dict[str, Any]:
+        self.calls.append(f"{self.name}.{key}")
+        outputs = Outputs(
+            log_probs_BT=jnp.asarray(COLUMNS["new_log_probs"]),
+            entropy_BT=jnp.asarray(COLUMNS["values"] ** 2),
+            values_BT=jnp.asarray(COLUMNS["new_values"]),
+            scores_B=jnp.asarray(COLUMNS["score"]),
+        )
+        columns = {name: jnp.asarray(batch[name]) for name in batch.names}
+        total = rl.denominators(columns["response_mask"])
+        loss, metrics = self.settings[key](outputs, columns, total)
+        found = finalize(metrics) | {"loss": float(loss)}
+        return {f"{self.name}/{name}": value for name, value in found.items()}
+
+    update_actor = update_critic = update_reward = update
+
+    def update_pretrain(self, texts: Batch) -> dict[str, Any]:
+        return self.update(texts, "pretrain")
+
+
+@cache
+def observed(algorithm: ModuleType, cfg: Any) -> dict[str, Any]:
+    """Roles, calls, columns and metrics of two steps."""
+    calls: list[str] = []
+    table = algorithm.roles(cfg)
+    roles = {name: Role(name, calls, part.keywords) for name, part in table.items()}
+    prompts = Batch({name: COLUMNS[name] for name in ("uid", "row_id")})
+    pairs = Batch({name: COLUMNS[name] for name in ("response_mask", "length", "prompt_length")})
+    m = SimpleNamespace(**roles, step=2, rollout_agrees=True, memory={})
+    m.more_prompts, m.more_texts = lambda: prompts, lambda: pairs
+    found: dict[str, Any] = {"roles": sorted(table), "calls": calls}
+    for i in range(2):
+        with jax.disable_jit():  # settings are static: each would compile
+            batch, metrics = algorithm.step(m, prompts if hasattr(cfg, "kl") else pairs, cfg)
+        found |= {f"{i} {name}": np.asarray(batch[name]) for name in batch.names}
+        found |= {f"{i} {name}": value for name, value in batch.metrics.result().items()}
+        found |= {f"{i} {name}": value for name, value in metrics.items()}
+    return found
+
+
+def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() != other.keys() or any(
+        not np.array_equal(np.asarray(one[name]), np.asarray(other[name])) for name in one
     )
 
 
-def trace_of(algorithm: ModuleType, cfg: Any) -> Any:
-    """All that settings can move: advantages of two steps, losses, gradients, roles."""
-    batch, told, memory = a_batch(), [], {}
-    if algorithm not in (dpo, reward_model, sft):
-        for _ in range(2):
-            args = [batch.select(rl.first_rows(batch["uid"]))] if algorithm is remax else []
-            args += [cfg] if algorithm is grpo else [cfg, memory]
-            made = algorithm.compute_advantage(batch, *args)
-            told.append(jax.tree.map(np.asarray, dict(made.resolved())))
-            told.append(dict(made.metrics.result()))
-        batch |= made
-        told += [takes_rollout(cfg), getattr(cfg, "dynamic_batches", 0)]
-    columns, total = batch.resolved(), rl.denominators(batch["response_mask"])
-    x_BT = np.random.default_rng(4).normal(size=(16, 4)).astype(np.float32)
-    for role, builder in algorithm.roles(cfg).items():
-        told.append(role)
-        for name in ("loss", "pretrain"):
-            if loss := builder.keywords.get(name):
-
-                def of(x_BT: jax.Array, loss: Any = loss) -> Any:
-                    outputs = Outputs(x_BT, x_BT**2, x_BT, x_BT[:, -1])
-                    return loss(outputs, columns, total)[0]
-
-                told.append(jax.value_and_grad(of)(x_BT))
-    return jax.tree.leaves(told, is_leaf=lambda x: x is None)
+def changed(cfg: Any, changes: dict[str, Any]) -> Any:
+    """cfg with other values; kl.NAME is one of its block."""
+    inner = {name[3:]: value for name, value in changes.items() if name.startswith("kl.")}
+    outer = {name: value for name, value in changes.items() if not name.startswith("kl.")}
+    block = {"kl": dataclasses.replace(cfg.kl, **inner)} if inner else {}
+    return dataclasses.replace(cfg, **outer, **block)
 
 
-def differ(one: list[Any], other: list[Any]) -> bool:
-    if len(one) != len(other):
-        return True
-    same = (
-        np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind == "f")
-        for a, b in zip(one, other, strict=True)
-    )
-    return not all(same)
+def settings_or_refusal(cfg: Any, changes: dict[str, Any]) -> tuple[Any, str]:
+    try:
+        return changed(cfg, changes), ""
+    except ValueError as error:
+        return None, str(error)
 
 
-@pytest.mark.parametrize("algorithm", ALL, ids=lambda algorithm: algorithm.__name__)
-def test_every_setting_has_an_effect(algorithm: ModuleType) -> None:
-    fields = {field.name for field in dataclasses.fields(algorithm.Settings)}
-    for name in sorted(fields - {"kl"}):
-        one, other = (algorithm.Settings(**settings) for settings in CHANGES[name])
-        assert getattr(one, name) != getattr(other, name), name
-        assert differ(trace_of(algorithm, one), trace_of(algorithm, other)), name
-    assert not differ(*(trace_of(algorithm, algorithm.Settings()) for _ in range(2)))
+def others(hint: Any, name: str, default: Any) -> list[Any]:
+    if name in OTHER:
+        return [OTHER[name]]
+    if get_args(hint):
+        return [value for value in get_args(hint) if value != default]
+    return [not default] if isinstance(default, bool) else [default / 2 if default else 0.3]
 
 
-@pytest.mark.parametrize("algorithm", ALL[:6], ids=lambda algorithm: algorithm.__name__)
-@pytest.mark.parametrize("name", KL_CHANGES)
-def test_every_setting_of_the_divergence_has_an_effect(algorithm: ModuleType, name: str) -> None:
-    kls = KL_CHANGES[name]
-    if algorithm is grpo and kls[0].where == "reward":
-        with pytest.raises(ValueError, match=r"kl\.where=reward"):
-            grpo.Settings(kl=kls[0])
-        return
-    one, other = (trace_of(algorithm, algorithm.Settings(kl=kl)) for kl in kls)
-    assert differ(one, other)
+def every_change() -> Iterator[Any]:
+    for algorithm in ALGORITHMS:
+        cfg = algorithm.Settings()
+        for part, prefix in ((cfg, ""), *([(cfg.kl, "kl.")] if hasattr(cfg, "kl") else [])):
+            hints = get_type_hints(type(part))
+            for field in dataclasses.fields(part):
+                name, default = field.name, getattr(part, field.name)
+                for value in others(hints[name], name, default) if name != "kl" else ():
+                    title = f"{algorithm.__name__[11:]}-{prefix}{name}={value}"
+                    yield pytest.param(algorithm, f"{prefix}{name}", value, id=title)
+
+
+@pytest.mark.parametrize(("algorithm", "name", "value"), every_change())
+def test_a_setting_has_an_effect_or_is_refused(
+    algorithm: ModuleType, name: str, value: Any
+) -> None:
+    base = algorithm.Settings()
+    cfg, refusal = settings_or_refusal(base, {name: value})
+    if refusal:  # it belongs to others, and has an effect beside them
+        assert name.removeprefix("kl.") in refusal or str(value) in refusal
+        if (algorithm, name, value) in REFUSED:
+            return
+        assert name in BESIDE, f"refused: {refusal}"
+        cfg = changed(base, BESIDE[name] | {name: value})
+        base = base if name == "aggregation" else changed(base, BESIDE[name])
+    assert differ(observed(algorithm, base), observed(algorithm, cfg))
+
+
+def test_what_is_compared_is_the_same_for_the_same_settings() -> None:
+    for algorithm in ALGORITHMS:
+        first = observed(algorithm, algorithm.Settings())
+        observed.cache_clear()
+        assert not differ(first, observed(algorithm, algorithm.Settings()))
+
+
+def test_a_divergence_that_is_not_asked_for_needs_no_reference() -> None:
+    for algorithm in (ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf):
+        assert "reference" not in algorithm.roles(algorithm.Settings(kl=KLConfig(where="none")))
