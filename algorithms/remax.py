@@ -69,6 +69,8 @@ def compute_advantage(batch: Batch, greedy: Batch, cfg: Settings, memory: dict[s
     Rows without that score, because its reward failed, are left out.
     """
     _, of_B = np.unique(batch["uid"], return_inverse=True)  # greedy's rows are in this order
+    if len(greedy) != (prompts := of_B.max() + 1):
+        raise ValueError(f"{len(greedy)} greedy responses to {prompts} prompts: each needs one")
     scored_B = greedy["response_mask"].any(-1)[of_B]
     columns = reward_columns(batch, cfg.kl, memory)
     columns |= {"response_mask": columns["response_mask"] & scored_B[:, None]}

@@ -68,11 +68,14 @@ class Settings(PolicySettings):
                 f"algorithm.multiplier={self.multiplier}: must lie in [0, multiplier_max="
                 f"{self.multiplier_max}]"
             )
-        if self.multiplier == 0 and self.cost_limit:
-            raise ValueError(
-                f"algorithm.cost_limit={self.cost_limit}: nothing holds costs down with "
-                "multiplier=0; leave it 0"
-            )
+        for name in (
+            ("cost_limit", "multiplier_lr", "multiplier_max") if not self.multiplier else ()
+        ):
+            if (value := getattr(self, name)) != (usual := getattr(type(self), name)):
+                raise ValueError(
+                    f"algorithm.{name}={value}: nothing holds costs down with multiplier=0; leave "
+                    f"it {usual}"
+                )
 
 
 def check(config: Any) -> None:

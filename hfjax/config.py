@@ -51,6 +51,10 @@ class RolloutConfig:
         legal = self.temperature > 0 or self.n == 1
         rule = "above 0 with n > 1: greedy rows of one prompt are equal"
         _require(legal, "rollout.temperature", self.temperature, rule)
+        for name in ("top_k", "top_p", "min_p") if self.temperature == 0 else ():
+            value, off = getattr(self, name), getattr(RolloutConfig, name)
+            rule = f"{off} with rollout.temperature=0: every filter keeps the likeliest token"
+            _require(value == off, f"rollout.{name}", value, rule)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,14 @@ class PolicySettings:
                 f"algorithm.aggregation_length={self.aggregation_length}: only aggregation "
                 f"'seq-mean-token-sum-norm' reads it, not {self.aggregation!r}; leave it 0"
             )
+        usual = type(self).kl
+        for name in ("estimator", "coef") if self.kl.where == "none" else ():
+            value = getattr(self.kl, name)
+            if value not in (getattr(KLConfig, name), getattr(usual, name)):
+                raise ValueError(
+                    f"algorithm.kl.{name}={value}: nothing is measured with kl.where=none; leave "
+                    f"it {getattr(usual, name)}, or set kl.where"
+                )
 
 
 def actor(cfg: PolicySettings, **more: Any) -> Any:
@@ -225,7 +233,8 @@ def steer_kl(
     if kl.target:
         options = {"target": kl.target, "horizon": kl.horizon}
         memory[KL_COEF] = rl.adapted_kl_coef(coef, found, int(valid_B.sum()), **options)
-    return {"actor/reward_kl_penalty": found, "actor/reward_kl_penalty_coeff": coef}
+    penalty = {"actor/reward_kl_penalty": found} if valid_B.any() else {}
+    return penalty | {"actor/reward_kl_penalty_coeff": coef}
 
 
 def _kl(columns: Mapping[str, Any], kl: KLConfig) -> jax.Array:

@@ -2,6 +2,7 @@
 """What a run will do, checked on the driver: no process has been started, no file written."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ from hfjax.roles import (
 )
 from hfjax.tokenizer import check_vocabulary, load_tokenizer
 from meshes.placement import Placement, load_placement, single_pool
+
+log = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 120
 EVAL_ROWS = 64  # an evaluation batch has these, or a step's rows where they are more
@@ -348,4 +351,11 @@ def _check_stops(model: str, rollout: RolloutConfig) -> None:
         raise ValueError(
             f"end token {max(ids)} of {model} is outside its vocabulary of {vocab}; mend "
             "eos_token_id in its configs, or use the tokenizer that belongs to it"
+        )
+    if rollout.min_new_tokens:
+        log.warning(
+            "rollout.min_new_tokens=%d: the end tokens that it forbids keep their share in all "
+            "log-probabilities and KL, of policy and reference alike; "
+            "algorithm.rollout_correction weighs what was sampled without them",
+            rollout.min_new_tokens,
         )

@@ -4,6 +4,7 @@
 import ast
 import inspect
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,3 +288,45 @@ def test_the_pretraining_loss_is_weighed() -> None:
     cfg = safe_rlhf.Settings(ptx_coef=16.0)
     loss, metrics = safe_rlhf.pretrain_loss(outputs, batch, rl.denominators(mask_BT), cfg=cfg)
     assert (float(loss), float(metrics["nll"].sum)) == (32.0, 2.0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_missing_baseline_is_an_error(rows: int) -> None:
+    batch = _batch() | {"uid": np.array([4, 7])}
+    greedy = Batch(score=np.zeros(rows, np.float32), response_mask=np.ones((rows, 3), bool))
+    with pytest.raises(ValueError, match=f"{rows} greedy responses to 2 prompts"):
+        remax.compute_advantage(batch, greedy, remax.Settings(kl=KLConfig(where="none")), {})
+    with pytest.raises(KeyError, match="score"):
+        remax.compute_advantage(batch, batch.columns("response_mask"), remax.Settings(), {})
+
+
+def test_greedy_rows_are_scored_and_neither_trained_nor_counted() -> None:
+    """Two prompts of two responses: four rows are trained, two more have a reward."""
+    seen: dict[str, list[Batch]] = {"reward": [], "trained": []}
+
+    class Role:
+        def generate_sequences(
+            self, prompts: Batch, *, greedy: bool = False, group: int = 2
+        ) -> Any:
+            mask_BT = np.ones((len(prompts), 2), bool)
+            return Batch(response_mask=mask_BT, greedy=np.full(len(prompts), greedy))
+
+        def compute_log_prob(self, batch: Batch) -> Batch:
+            assert not batch["greedy"].any()
+            return Batch(old_log_probs=np.zeros((len(batch), 2), np.float32))
+
+        def compute_reward(self, batch: Batch, group: int = 2) -> Batch:
+            seen["reward"].append(batch)
+            return Batch(score=np.arange(len(batch), dtype=np.float32))
+
+        def update_actor(self, batch: Batch) -> dict:
+            seen["trained"].append(batch)
+            return {}
+
+    m = SimpleNamespace(actor=Role(), reward=Role(), memory={}, step=1, rollout_agrees=False)
+    cfg = remax.Settings(kl=KLConfig(where="none"))
+    counted, _ = remax.step(m, Batch(uid=np.array([0, 0, 1, 1])), cfg)
+    assert [batch["greedy"].tolist() for batch in seen["reward"]] == [[False] * 4, [True] * 2]
+    for batch in (counted, *seen["trained"]):
+        assert batch["greedy"].tolist() == [False] * 4
+    assert counted["advantages"][:, 0].tolist() == [0, 1, 1, 2]  # 0 to 3, less 0 and 1

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from algorithms import grpo, ppo, sft
+from algorithms import grpo, ppo, rloo, safe_rlhf, sft
 from hfjax import cli
 from hfjax.algorithm import config_class
-from hfjax.config import flat, from_dict, to_toml
+from hfjax.config import RolloutConfig, flat, from_dict, to_toml
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", [ppo, grpo, sft])
 
@@ -57,3 +57,46 @@ def test_a_setting_that_toml_cannot_hold_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"setting algorithm\.clip: TOML has no None"):
         config_class(type("loose", (), {"Settings": Settings, "roles": staticmethod(lambda c: {})}))
+
+
+NONE = {"kl": {"where": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "table", "words"),
+    [
+        (ppo, {"kl": {"where": "none", "coef": 0.5}}, r"kl\.coef=0\.5.*where=none.*0\.001"),
+        (rloo, {"kl": {"where": "none", "estimator": "k2"}}, r"kl\.estimator=k2.*leave it k1"),
+        (
+            safe_rlhf,
+            {"multiplier": 0.0, "multiplier_lr": 0.2},
+            r"multiplier_lr=0\.2.*leave it 0\.1",
+        ),
+        (safe_rlhf, {"multiplier": 0.0, "multiplier_max": 9.0}, r"multiplier_max=9\.0.*leave it 5"),
+        (safe_rlhf, {"multiplier": 0.0, "cost_limit": 1.0}, r"cost_limit=1\.0.*leave it 0"),
+        (grpo, {"overlong_factor": 2.0}, "overlong_factor=2"),
+    ],
+)
+def test_settings_that_another_one_switches_off_are_refused(
+    algorithm: ModuleType, table: dict[str, Any], words: str
+) -> None:
+    cls = config_class(algorithm)
+    with pytest.raises(ValueError, match=words):
+        from_dict(cls, {"algorithm": table}, where="test")
+
+
+@pytest.mark.parametrize("algorithm", [ppo, grpo, rloo, safe_rlhf])
+def test_the_divergence_is_switched_off_by_one_setting(algorithm: ModuleType) -> None:
+    cls = config_class(algorithm)
+    config = from_dict(cls, {"algorithm": NONE}, where="test")
+    assert "reference" not in algorithm.roles(config.algorithm)
+    again = from_dict(cls, tomllib.loads(to_toml(config)), where="test")
+    assert again == config
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_filters_of_what_is_not_sampled_are_refused(filters: dict[str, Any]) -> None:
+    (name,) = filters
+    assert RolloutConfig(**filters).truncates
+    with pytest.raises(ValueError, match=rf"rollout\.{name}=.*with rollout\.temperature=0"):
+        RolloutConfig(temperature=0.0, **filters)

@@ -165,3 +165,15 @@ def test_tokens_of_a_tool_are_as_if_they_were_not_there(algorithm: Any) -> None:
         assert not np.asarray(found[name])[~holes_BT].any(), name
     for name, value in dict(wanted.metrics.result()).items():
         assert found.metrics.result()[name] == pytest.approx(value, abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [ppo, grpo, remax, rloo, reinforce_pp, safe_rlhf])
+@pytest.mark.parametrize("score", [1.0, np.nan])
+def test_a_batch_without_a_trained_token_prepares_nothing(algorithm: Any, score: float) -> None:
+    """Every reward failed, or no row has a response: zeros, and no metric that is NaN."""
+    batch = a_batch(np.zeros((4, 3), bool))
+    scores = {name: np.full(4, score, np.float32) for name in ("score", "cost")}
+    found = advantages(algorithm, batch | scores)
+    for name in set(found.names) - {"response_mask"}:
+        assert not np.asarray(found[name]).any(), name
+    assert np.isfinite(list(dict(found.metrics.result()).values())).all()

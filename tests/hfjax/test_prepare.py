@@ -137,6 +137,18 @@ def test_responses_that_nothing_can_end_are_refused(
     assert message in refused(asked(tmp_path, model), monkeypatch)
 
 
+def test_end_tokens_that_are_forbidden_for_a_while_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Log-probabilities, and the KL with them, are those of the whole vocabulary."""
+    model = write_tiny_hf(tmp_path / "model")
+    for least in (0, 2):
+        caplog.clear()
+        rollout = {"n": 2, "max_new_tokens": 4, "min_new_tokens": least}
+        prepare(grpo, asked(tmp_path, model, rollout=rollout), NOW)
+        assert ("rollout.min_new_tokens=2: the end tokens" in caplog.text) == (least > 0)
+
+
 def test_an_evaluation_batch_has_64_rows_or_a_steps(tmp_path: Path) -> None:
     """It was 512 rows for every run: steps of 8 and of 128 rows, 100 held-out prompts."""
     held_out = prompts_file(tmp_path / "eval.jsonl", [[3]] * 100)

@@ -243,6 +243,24 @@ def test_min_new_tokens_forbids_stop_ids_and_leaves_the_normaliser(table):
 # Log-probs
 
 
+def test_log_probs_of_rows_kept_from_stopping_are_those_of_scoring(tiny):
+    """Both over the whole vocabulary, the forbidden ids included; what was drawn from is apart."""
+    settings = {"n": 3, "max_new_tokens": 7, "min_new_tokens": 3, "stop_ids": STOPS}
+    out = tiny(PROMPTS, key=2, **settings)
+    assert_scored_alike(out, tiny.params, 1.0)
+    gap_BT = np.where(out.response_mask_BT, out.truncated_log_probs_BT - out.log_probs_BT, 0)
+    early_BT = out.response_mask_BT & (out.response_mask_BT.cumsum(-1) <= 3)
+    assert (gap_BT[early_BT] > 0).all()
+    np.testing.assert_allclose(gap_BT[~early_BT], 0, atol=1e-5)
+
+
+def test_greedy_responses_do_not_depend_on_the_key(tiny):
+    settings = {"max_new_tokens": 8, "stop_ids": STOPS}
+    one, other = (tokens(tiny(PROMPTS, key=key, greedy=True, **settings)) for key in (1, 2))
+    assert one == other
+    assert tokens(tiny(PROMPTS, key=1, **settings)) != tokens(tiny(PROMPTS, key=2, **settings))
+
+
 def test_decode_agrees_with_teacher_forcing(tiny_params):
     rig = Rig(TINY, tiny_params, segment=4)
     settings = {"n": 3, "max_new_tokens": 7, "temperature": 0.7, "stop_ids": STOPS}

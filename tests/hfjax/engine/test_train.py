@@ -181,6 +181,17 @@ def test_a_dummy_row_changes_no_gradient(head):
     assert_close(results[1], results[0], 2e-6)
 
 
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_dummy_rows_are_finite_in_bfloat16(head):
+    """A row of zeros, which attends to nothing that is trained."""
+    shape = MeshShape(data=4)
+    batch = {k: v[:3] for k, v in make_batch().items()}
+    trainer = trainer_of(LOSSES[head], shape, head=head, compute_dtype="bfloat16")
+    params = place_params(host_params(head=head), shape, head)
+    loss, grads, _ = trainer.gradients(params, cut_micros(batch, replicas=4))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((loss, grads)))
+
+
 def test_half_precision_keeps_float32_gradients(lm):
     _, params, (_, grads, _) = lm
     trainer = trainer_of(lm_loss, ONE, compute_dtype="bfloat16", remat="layer")
