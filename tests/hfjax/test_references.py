@@ -298,6 +298,7 @@ def test_the_adaptive_kl_coefficient_is_the_papers() -> None:
         assert found == pytest.approx(0.3 * (1 + error * 64 / 1000))
 
 
+@pytest.mark.hf
 def test_rlax_agrees() -> None:
     rlax = pytest.importorskip("rlax")
     whole = jnp.ones((1, T), bool)
@@ -312,8 +313,6 @@ def test_rlax_agrees() -> None:
         wanted = rlax.clipped_surrogate_pg_loss(jnp.exp(r), a, 0.2)
         np.testing.assert_allclose(loss_BT.mean(), wanted, rtol=1e-5)
 
-
-# --- masks and cuts
 
 PAIRS = 3
 EVERYTHING = policy.PolicySettings(
