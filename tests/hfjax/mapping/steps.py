@@ -100,7 +100,8 @@ def random_options(problem: Problem, random: Random, most: int = 4) -> Options:
 def scaling_options(problem: Problem, sizes: Mapping[str, float], *, any_n: bool) -> Options:
     """As layouts scale: products by devices, a floor a layout, memory for speed.
 
-    Up to 32 a role and count, seconds whole in binary; with `any_n` also where the layout does not divide the devices.
+    Up to 32 a role and count, seconds whole in binary; with `any_n` also layouts that do not
+    divide the devices.
     """
 
     def options(role: str, device: Any, n: int) -> Sequence[Option]:
