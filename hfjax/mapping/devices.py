@@ -25,6 +25,8 @@ class Profile:
     layer_s: float  # launches of a layer: it takes no less
     collective_s: float  # a hop of a ring
     holds_copies: bool = False  # computing weights and gradients stay between calls
+    fills_stages: bool = False  # scoring passes follow one another through a pipeline
+    waves: bool = False  # rows that the KV cache has no room for wait for their turn
 
 
 @dataclass(frozen=True, kw_only=True)

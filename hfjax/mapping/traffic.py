@@ -123,13 +123,14 @@ def _generation(
     cfg: ModelConfig, shape: MeshShape, rows: int, tokens: int, relay: str, itemsize: int
 ) -> Moves:
     pipe, tensor = ((axis,) for axis in kept_axes(relay))
-    x = rows * tokens * cfg.embed * itemsize
-    layers = cfg.layers // shape.over(pipe)
+    stages = shape.over(pipe)
+    x = -(-rows // stages) * tokens * cfg.embed * itemsize  # of one of the parts under way
+    layers = cfg.layers // stages
     moves = []
     if shape.over(tensor) > 1:
-        moves.append(_move(REDUCE, tensor, shape, x, 2 * layers + 1))
-    if shape.over(pipe) > 1:
-        moves.append(_move(PERMUTE, pipe, shape, x))
+        moves.append(_move(REDUCE, tensor, shape, x, stages * 2 * layers + 1))
+    if stages > 1:
+        moves.append(_move(PERMUTE, pipe, shape, x, stages))
     return tuple(moves)
 
 
