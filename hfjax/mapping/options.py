@@ -37,7 +37,8 @@ from meshes.mesh import MeshShape
 from meshes.placement import RolePlacement
 
 USABLE = 0.9  # share of a device's memory to plan for; vLLM's gpu_memory_utilization
-ALIKE = 0.01  # ways closer than this in seconds and bytes are one
+ALIKE = 0.02  # ways closer than this in seconds and bytes are one
+WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REMATS = ("none", "layer")
 MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
 
@@ -148,23 +149,29 @@ class _Role:
         for t in divisors(shape.tensor):
             for p in divisors(shape.pipe):
                 keep = MeshShape(pipe=p, tensor=t)
-                for waves in self.waves(replace(ways[0], generate=keep)):
-                    first = replace(ways[0], generate=keep, waves=waves)
-                    own_s, size = self.decode_seconds(first), self.generation_bytes(first)
-                    for way in ways:
-                        each = replace(way, generate=keep, waves=waves)
-                        seconds = way.seconds | {number: own_s + self.relay_seconds(each)}
-                        size = max(way.working_bytes, size)
-                        found.append(replace(each, seconds=seconds, working_bytes=size))
-        return pareto([way for way in found if self.fits(way)])
+                placed = [replace(way, generate=keep) for way in ways]
+                relays = [self.relay_seconds(way) for way in placed]
+                for waves in self.waves(placed[0]):
+                    first = replace(placed[0], waves=waves)
+                    size = self.generation_bytes(first)
+                    if size + min(way.resident_bytes for way in ways) > self.limit:
+                        continue
+                    own_s = self.decode_seconds(first)
+                    for way, relay in zip(placed, relays, strict=True):
+                        most = max(way.working_bytes, size)
+                        if way.resident_bytes + most <= self.limit:
+                            seconds = way.seconds | {number: own_s + relay}
+                            found.append(
+                                replace(way, waves=waves, seconds=seconds, working_bytes=most)
+                            )
+        return pareto(found)
 
     def waves(self, option: Option) -> Iterable[int]:
         """Numbers of waves that shrink the cache; one where the engine has no waves."""
         if not self.engine.profile.waves:
             return (1,)
         prompts = self.prompts(option)
-        steps = sorted({math.ceil(prompts / math.ceil(prompts / w)) for w in range(1, 65)})
-        return [w for w in steps if w <= prompts]
+        return [waves for waves in WAVES if waves <= prompts]
 
     def prompts(self, option: Option) -> int:
         """Of a replica of generation."""
@@ -240,19 +247,10 @@ class _Role:
 
     def decode_seconds(self, option: Option) -> float:
         """A generation without the relay."""
-        shape, keep = self.meshed(option), option.generate
-        assert keep is not None
-        replicas = shape.devices // keep.devices
-        return generate_s(
-            self.engine,
-            self.cfg,
-            MeshShape(data=replicas, pipe=keep.pipe, tensor=keep.tensor),
-            prompts=self.work.prompts,
-            n=self.work.n,
-            prompt_tokens=self.work.prompt_tokens,
-            response_tokens=self.work.response_tokens,
-            waves=option.waves,
-        )
+        assert option.generate is not None
+        work = (self.work.n, self.work.prompt_tokens, self.work.response_tokens)
+        prompts = math.ceil(self.prompts(option) / option.waves)
+        return option.waves * _wave_s(self.engine, self.cfg, option.generate, prompts, *work)
 
     def relay_seconds(self, option: Option) -> float:
         """From training's layout to generation's."""
@@ -299,12 +297,10 @@ class _Role:
 
     def generation_bytes(self, option: Option) -> float:
         """Weights, and keys and values of a wave; its samples share a prompt's."""
+        assert option.generate is not None
         prompts = math.ceil(self.prompts(option) / option.waves)
-        work, size = self.work, self.pricer.itemsize
-        slots = work.prompt_tokens + work.n * work.response_tokens
-        shape = self.meshed(option)
-        weights = generation_bytes(self.cfg, shape, itemsize=size)
-        return weights + kv_bytes(self.cfg, shape, rows=prompts, slots=slots, itemsize=size)
+        slots = self.work.prompt_tokens + self.work.n * self.work.response_tokens
+        return _generation_bytes(self.cfg, option.generate, prompts * slots, self.pricer.itemsize)
 
     def update_bytes(self, option: Option) -> float:
         """What an update needs beside what is resident."""
@@ -335,6 +331,22 @@ def _stages(option: Option) -> tuple[int, int]:
     shape = option.train or option.infer
     assert shape is not None
     return shape.pipe, shape.tensor
+
+
+@lru_cache(maxsize=None)
+def _wave_s(
+    engine: Engine, cfg: ModelConfig, keep: MeshShape, prompts: int, n: int, old: int, new: int
+) -> float:
+    """A generation of one replica."""
+    sizes = {"prompts": prompts, "n": n, "prompt_tokens": old, "response_tokens": new}
+    return generate_s(engine, cfg, keep, **sizes)
+
+
+@lru_cache(maxsize=None)
+def _generation_bytes(cfg: ModelConfig, keep: MeshShape, slots: int, itemsize: int) -> float:
+    """Of one device: weights, and keys and values of so many positions."""
+    weights = generation_bytes(cfg, keep, itemsize=itemsize)
+    return weights + kv_bytes(cfg, keep, rows=1, slots=slots, itemsize=itemsize)
 
 
 @lru_cache(maxsize=None)
