@@ -32,7 +32,6 @@ class Model:
     config: ModelConfig
     head: Head
     trained: bool
-    generates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
