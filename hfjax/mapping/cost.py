@@ -127,16 +127,20 @@ def infer_s(
     mine = replica_rows(rows, shape)
     micro = min(micro or mine, mine)
     p, t = shape.pipe, shape.tensor
-    micros = math.ceil(mine / micro)
-    ticks = micros + p - 1 if engine.profile.fills_stages else micros * p
-    product, copies = layer_s(engine, cfg, t, micro, tokens, sequence=sequence)
-    stage = cfg.layers / p
-    head_time = head_s(engine, cfg, head, t, micro * tokens / p) * micros
+    passes = math.ceil(mine / micro)
     options = {"zero": zero, "sequence_parallel": sequence, "itemsize": engine.itemsize}
     moves = forward_traffic(cfg, head, shape, rows=micro, tokens=tokens, **options)
-    launch = ticks * engine.launch_s(stage) + engine.hops_s(moves) * ticks / p
-    busy = ticks * stage * (product + copies) + head_time
-    return max(busy + engine.moved_s(moves, shape) * ticks / p, launch)
+    moved, hops = engine.moved_s(moves, shape), engine.hops_s(moves)
+    parts = math.gcd(p, micro)  # micro-batches that a pass is cut into
+    ticks = passes * (parts + p - 1)
+    if engine.profile.fills_stages:
+        moved, hops = (x * (passes * parts + p - 1) / ticks for x in (moved, hops))
+        ticks = passes * parts + p - 1
+    product, copies = layer_s(engine, cfg, t, micro / parts, tokens, sequence=sequence)
+    stage = cfg.layers / p
+    heads = passes * head_s(engine, cfg, head, t, micro * tokens / p)
+    busy = ticks * stage * (product + copies) + heads + passes * moved
+    return max(busy, ticks * engine.launch_s(stage) + passes * hops)
 
 
 def update_s(
@@ -160,6 +164,8 @@ def update_s(
     ticks = micros + p - 1
     product, copies = layer_s(engine, cfg, t, micro, tokens, sequence=sequence)
     again = {"none": 0.0, "layer": product + copies, "dots": copies}[remat]
+    if p > 1 and engine.profile.recomputes_stages:
+        again += product + copies
     stage = cfg.layers / p
     layers = ticks * stage * ((1 + BACKWARD) * (product + copies) + again)
     heads = (1 + BACKWARD) * micros * head_s(engine, cfg, head, t, micro * tokens / p)
@@ -178,7 +184,7 @@ def update_s(
     moves = [move for program in programs.values() for move in program]
     states = parameters(cfg, head) / (p * t * shape.fsdp)
     optimizer = engine.device.copy_s(OPTIMIZER_BYTES * states)
-    passes = ticks * (1 + BACKWARD + (remat == "layer"))
+    passes = ticks * (1 + BACKWARD + (again > 0))
     launch = passes * engine.launch_s(stage) + engine.hops_s(moves)
     return max(layers + heads + engine.moved_s(moves, shape), launch) + optimizer
 
@@ -193,19 +199,15 @@ def generate_s(
     prompt_tokens: int,
     response_tokens: int,
     waves: int = 1,
-    kv_cache: bool = True,
 ) -> float:
-    """Seconds of a generation, rows in `waves` that fill the KV cache; `shape` is generation's.
-
-    Without a cache each token is a forward pass over all before it.
-    """
+    """Seconds of a generation, rows in `waves` that fill the KV cache; `shape` is generation's."""
     p, t = shape.pipe, shape.tensor
     replicas = shape.devices // (p * t)
     mine = math.ceil(prompts / replicas / waves)
     rows = mine * n
     micro = math.ceil(rows / p)  # a stage works on one of p parts at a time
     prefill = _prefill_s(engine, cfg, shape, mine, prompt_tokens)
-    if not kv_cache:
+    if not engine.profile.kv_cache:
         return waves * _recomputed_s(engine, cfg, shape, rows, prompt_tokens, response_tokens)
     device, stage = engine.device, cfg.layers / p
     moves = decode_traffic(cfg, shape, rows=rows, itemsize=engine.itemsize)

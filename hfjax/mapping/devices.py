@@ -26,6 +26,8 @@ class Profile:
     collective_s: float  # a hop of a ring
     holds_copies: bool = False  # computing weights and gradients stay between calls
     fills_stages: bool = False  # scoring passes follow one another through a pipeline
+    recomputes_stages: bool = False  # a pipeline keeps only what enters a stage
+    kv_cache: bool = True  # without one a token takes a pass over all before it
     waves: bool = False  # rows that the KV cache has no room for wait for their turn
 
 

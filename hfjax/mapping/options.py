@@ -145,7 +145,7 @@ class _Role:
             return found
         shape = ways[0].train or ways[0].infer
         assert shape is not None
-        number = next(call.number for call in self.calls if call.kind is Kind.GENERATE)
+        numbers = [call.number for call in self.calls if call.kind is Kind.GENERATE]
         for t in divisors(shape.tensor):
             for p in divisors(shape.pipe):
                 keep = MeshShape(pipe=p, tensor=t)
@@ -160,7 +160,8 @@ class _Role:
                     for way, relay in zip(placed, relays, strict=True):
                         most = max(way.working_bytes, size)
                         if way.resident_bytes + most <= self.limit:
-                            seconds = way.seconds | {number: own_s + relay}
+                            seconds = way.seconds | dict.fromkeys(numbers, own_s)
+                            seconds[numbers[0]] += relay  # the others' weights are there
                             found.append(
                                 replace(way, waves=waves, seconds=seconds, working_bytes=most)
                             )
@@ -205,7 +206,9 @@ class _Role:
         if call.kind is Kind.GENERATE:
             if option.generate is None:
                 return 0.0  # not chosen yet
-            return self.decode_seconds(option) + self.relay_seconds(option)
+            first = next(c.number for c in self.calls if c.kind is Kind.GENERATE)
+            relay_s = self.relay_seconds(option) if call.number == first else 0.0
+            return self.decode_seconds(option) + relay_s
         shape = option.infer or option.train
         assert shape is not None
         return infer_s(
