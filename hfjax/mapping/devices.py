@@ -57,7 +57,7 @@ class Device:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
+            if type(value) in (int, float) and not 0 < value < math.inf:
                 raise ValueError(f"device {self.name}: {field.name} = {value!r}: must be above 0")
 
     def __hash__(self) -> int:
