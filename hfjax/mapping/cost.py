@@ -265,7 +265,7 @@ def relay_s(
 
 
 def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receivers: int) -> float:
-    """Seconds in which a pool's weights reach `copies` in another: each machine's network shared."""
+    """Seconds in which a pool's weights reach `copies` in another, machines sharing networks."""
     device, whole = engine.device, parameters(cfg, "lm") * engine.itemsize
     machines = [math.ceil(n / device.node) for n in (senders, receivers)]
     slowest = max(whole / machines[0], whole * copies / machines[1])
@@ -288,5 +288,3 @@ def kv_token_bytes(cfg: ModelConfig, t: int, p: int, itemsize: int) -> float:
     """Bytes a device holds of one token's keys and values; heads fewer than t are copied."""
     shards = math.gcd(cfg.kv_heads, t)
     return 2 * cfg.layers / p * cfg.kv_heads / shards * cfg.head_dim * itemsize
-
-

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerators and engine profiles, read from TOML; what a pool of devices is capable of."""
 
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ def on_curve(curve: Curve, size: float) -> float:
     """A curve's value, log-log between its points and flat outside."""
     if size <= curve[0][0]:
         return curve[0][1]
-    for (low, a), (high, b) in zip(curve, curve[1:], strict=False):
+    for (low, a), (high, b) in itertools.pairwise(curve):
         if size < high:
             part = math.log(size / low) / math.log(high / low)
             return a * (b / a) ** part

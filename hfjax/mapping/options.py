@@ -7,37 +7,22 @@ Dropped are only ways that another one beats in every call's seconds and in memo
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from hfjax.engine.passes import PASS_TOKENS
-from hfjax.mapping.cost import (
-    Engine,
-    generate_s,
-    infer_s,
-    relay_s,
-    replica_rows,
-    update_s,
-)
+from hfjax.mapping.cost import replica_rows
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.memory import (
-    activation_bytes,
-    generation_bytes,
-    kv_bytes,
-    training_bytes,
-    weight_bytes,
-)
-from hfjax.mapping.work import Call, Kind, Model, Option, Problem
-from hfjax.models.llama import ModelConfig
-from meshes.layouts import SHARED, divisors
+from hfjax.mapping.pricing import RoleCosts
+from hfjax.mapping.work import Kind, Option, Problem
+from meshes.layouts import divisors
 from meshes.mesh import MeshShape
-from meshes.placement import RolePlacement
 
 USABLE = 0.9  # share of a device's memory to plan for; vLLM's gpu_memory_utilization
 ALIKE = 0.02  # ways closer than this in seconds and bytes are one
+QUICKEST = 2  # layouts of their own that scoring may have
 WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REMATS = ("none", "layer")
 MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
@@ -58,29 +43,28 @@ class Pricer:
 
     def price(self, role: str, device: Device, option: Option) -> Option:
         """The option with its seconds and bytes; layouts as a placement file writes them."""
-        return _Role(self, role, device).priced(option)
+        return self.costs(role, device).priced(option)
+
+    def costs(self, role: str, device: Device) -> RoleCosts:
+        """The role's costs under any option."""
+        return RoleCosts(self.problem, role, device, self.profile, self.itemsize)
 
     def __hash__(self) -> int:
         return id(self)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _options(pricer: Pricer, role: str, device: Device, devices: int) -> tuple[Option, ...]:
-    return tuple(_Role(pricer, role, device).options(devices))
+    return tuple(_Ways(pricer, role, device).options(devices))
 
 
-class _Role:
-    """One role on devices of one kind."""
+class _Ways:
+    """The ways of one role on devices of one kind."""
 
-    def __init__(self, pricer: Pricer, role: str, device: Device) -> None:
-        self.pricer, self.device = pricer, device
-        self.model: Model = pricer.problem.models[role]
-        self.calls: Sequence[Call] = pricer.problem.of(role)
-        self.work = pricer.problem.work
-        self.cfg, self.head = self.model.config, self.model.head
-        self.engine = Engine(
-            device=device, profile=device.profile or pricer.profile, itemsize=pricer.itemsize
-        )
+    def __init__(self, pricer: "Pricer", role: str, device: Device) -> None:
+        self.one_layout, self.costs = pricer.one_layout, pricer.costs(role, device)
+        self.model, self.work, self.cfg = self.costs.model, self.costs.work, self.costs.cfg
+        self.calls, self.device = self.costs.calls, device
         self.limit = USABLE * device.memory_bytes
         self.generates = any(call.kind is Kind.GENERATE for call in self.calls)
 
@@ -88,8 +72,9 @@ class _Role:
         """What fits a device by itself."""
         found: list[Option] = []
         for _, bases in groupby(self.bases(devices), key=lambda o: _stages(o)):
-            ways = [self.priced(way) for base in bases for way in self.updates(base)]
+            ways = [self.costs.priced(way) for base in bases for way in self.updates(base)]
             ways = pareto([way for way in ways if self.fits(way)])
+            ways = pareto([*ways, *self.apart(ways, devices)])
             found += self.generations(ways) if self.generates else ways
         return pareto(found)
 
@@ -131,12 +116,49 @@ class _Role:
         for remat in REMATS:
             for micro in [2**k for k in range(mine.bit_length())]:
                 way = replace(option, remat=remat, micro_sequences=micro * replicas)
-                size = self.update_bytes(way)
+                size = self.costs.update_bytes(way)
                 if size > self.limit:
                     break
-                seconds = {-1: self.update_seconds(way)}
+                seconds = {-1: self.costs.update_seconds(way)}
                 tried.append(replace(way, seconds=seconds, working_bytes=size))
         yield from pareto(tried)
+
+    def apart(self, ways: Sequence[Option], devices: int) -> list[Option]:
+        """The same ways to train, scoring in a layout of its own where that takes less."""
+        numbers = [call.number for call in self.calls if call.kind is Kind.INFER]
+        if self.one_layout or not self.model.trained or not numbers:
+            return []
+        found: list[Option] = []
+        for shape in self.quickest(devices):
+            first = replace(ways[0], infer=shape) if ways else None
+            for way in ways:
+                assert first is not None
+                each = replace(way, infer=shape)
+                took = {
+                    call.number: self.costs.seconds(first, call)
+                    for call in self.calls
+                    if call.number in numbers
+                }
+                took[numbers[0]] += self.costs.move_seconds(each)
+                if sum(took.values()) < sum(way.seconds[number] for number in numbers):
+                    working = max(way.working_bytes, self.costs.infer_bytes(each))
+                    each = replace(each, seconds=way.seconds | took, working_bytes=working)
+                    found += [each] if self.fits(each) else []
+        return found
+
+    def quickest(self, devices: int) -> list[MeshShape]:
+        """Layouts in which a pass takes least, one for each number of stages times tensor parts."""
+        found: dict[int, tuple[float, MeshShape]] = {}
+        call = next(call for call in self.calls if call.kind is Kind.INFER)
+        for base in self.bases(devices):
+            shape = base.train or base.infer
+            assert shape is not None
+            if shape.fsdp > 1:
+                continue
+            took = self.costs.seconds(replace(base, train=None, infer=shape), call)
+            parts = shape.pipe * shape.tensor
+            found[parts] = min(found.get(parts, (math.inf, shape)), (took, shape), key=_first)
+        return [shape for _, shape in sorted(found.values(), key=_first)[:QUICKEST]]
 
     def generations(self, ways: Sequence[Option]) -> list[Option]:
         """Each way to train, with each way to generate that keeps whole parts of its p and t."""
@@ -150,13 +172,13 @@ class _Role:
             for p in divisors(shape.pipe):
                 keep = MeshShape(pipe=p, tensor=t)
                 placed = [replace(way, generate=keep) for way in ways]
-                relays = [self.relay_seconds(way) for way in placed]
+                relays = [self.costs.relay_seconds(way) for way in placed]
                 for waves in self.waves(placed[0]):
                     first = replace(placed[0], waves=waves)
-                    size = self.generation_bytes(first)
+                    size = self.costs.generation_bytes(first)
                     if size + min(way.resident_bytes for way in ways) > self.limit:
                         continue
-                    own_s = self.decode_seconds(first)
+                    own_s = self.costs.decode_seconds(first)
                     for way, relay in zip(placed, relays, strict=True):
                         most = max(way.working_bytes, size)
                         if way.resident_bytes + most <= self.limit:
@@ -169,192 +191,20 @@ class _Role:
 
     def waves(self, option: Option) -> Iterable[int]:
         """Numbers of waves that shrink the cache; one where the engine has no waves."""
-        if not self.engine.profile.waves:
+        if not self.costs.engine.profile.waves:
             return (1,)
-        prompts = self.prompts(option)
+        prompts = self.costs.prompts(option)
         return [waves for waves in WAVES if waves <= prompts]
 
-    def prompts(self, option: Option) -> int:
-        """Of a replica of generation."""
-        shape = self.meshed(option)
-        assert option.generate is not None
-        replicas = shape.devices // option.generate.devices
-        return math.ceil(self.work.prompts / replicas)
 
-    def meshed(self, option: Option) -> MeshShape:
-        """All six axes of the role's mesh."""
-        place = RolePlacement(
-            "role",
-            "pool",
-            train=option.train,
-            infer=None if option.train else option.infer,
-            generate=option.generate,
-            zero=option.zero,
-            relay=option.relay,
-        )
-        return place.mesh_shape
-
-    def priced(self, option: Option) -> Option:
-        """Seconds by call and bytes."""
-        seconds = {call.number: self.seconds(option, call) for call in self.calls}
-        resident, working = self.bytes(option)
-        return replace(option, seconds=seconds, resident_bytes=resident, working_bytes=working)
-
-    def seconds(self, option: Option, call: Call) -> float:
-        if call.kind is Kind.TRAIN:
-            return self.update_seconds(option)
-        if call.kind is Kind.GENERATE:
-            if option.generate is None:
-                return 0.0  # not chosen yet
-            first = next(c.number for c in self.calls if c.kind is Kind.GENERATE)
-            relay_s = self.relay_seconds(option) if call.number == first else 0.0
-            return self.decode_seconds(option) + relay_s
-        shape = option.infer or option.train
-        assert shape is not None
-        return infer_s(
-            self.engine,
-            self.cfg,
-            self.head,
-            shape,
-            rows=call.rows,
-            tokens=self.work.row_tokens,
-            zero=option.zero,
-            sequence=option.sequence_parallel,
-            micro=self.pass_rows(option),
-        )
-
-    def pass_rows(self, option: Option) -> int:
-        """Rows of a scoring pass a replica."""
-        return max(1, PASS_TOKENS // self.work.row_tokens)
-
-    def update_seconds(self, option: Option) -> float:
-        """All updates of a step."""
-        known = option.seconds.get(-1)
-        if known is not None:
-            return known
-        shape = option.train
-        assert shape is not None
-        one = update_s(
-            self.engine,
-            self.cfg,
-            self.head,
-            shape,
-            rows=math.ceil(self.work.rows / self.work.updates),
-            tokens=self.work.row_tokens,
-            micro=option.micro_sequences // (shape.data * shape.fsdp),
-            zero=option.zero,
-            sequence=option.sequence_parallel,
-            remat=option.remat,
-        )
-        return self.work.updates * self.work.epochs * one
-
-    def decode_seconds(self, option: Option) -> float:
-        """A generation without the relay."""
-        assert option.generate is not None
-        work = (self.work.n, self.work.prompt_tokens, self.work.response_tokens)
-        prompts = math.ceil(self.prompts(option) / option.waves)
-        return option.waves * _wave_s(self.engine, self.cfg, option.generate, prompts, *work)
-
-    def relay_seconds(self, option: Option) -> float:
-        """From training's layout to generation's."""
-        if option.relay == SHARED:
-            return 0.0
-        return _relay_s(self.engine, self.cfg, self.meshed(option), option.relay, option.zero)
-
-    def bytes(self, option: Option) -> tuple[float, float]:
-        """Resident between calls, and the most that a call needs besides."""
-        shape = self.meshed(option)
-        scoring = activation_bytes(
-            self.cfg,
-            self.head,
-            shape,
-            rows=self.pass_rows(option),
-            tokens=self.work.row_tokens,
-            zero=option.zero,
-            sequence_parallel=option.sequence_parallel,
-            itemsize=self.pricer.itemsize,
-            fused_attention=self.device.fused_attention,
-            backward=False,
-        ).total
-        if not self.model.trained:
-            options = {"zero": option.zero, "itemsize": self.pricer.itemsize}
-            return weight_bytes(self.cfg, self.head, shape, **options), scoring
-        held = self.held(option)
-        keeps = self.engine.profile.holds_copies
-        copies = held.weights + held.gradients
-        resident = held.optimizer + (copies if keeps else 0)
-        working = [self.update_bytes(option), scoring + (0 if keeps else held.weights)]
-        if option.generate:
-            working.append(self.generation_bytes(option))
-        return resident, max(working)
-
-    def held(self, option: Option) -> Any:
-        assert option.train is not None
-        return training_bytes(
-            self.cfg,
-            self.head,
-            self.meshed(option),
-            zero=option.zero,
-            itemsize=self.pricer.itemsize,
-        )
-
-    def generation_bytes(self, option: Option) -> float:
-        """Weights, and keys and values of a wave; its samples share a prompt's."""
-        assert option.generate is not None
-        prompts = math.ceil(self.prompts(option) / option.waves)
-        slots = self.work.prompt_tokens + self.work.n * self.work.response_tokens
-        return _generation_bytes(self.cfg, option.generate, prompts * slots, self.pricer.itemsize)
-
-    def update_bytes(self, option: Option) -> float:
-        """What an update needs beside what is resident."""
-        shape, held = option.train, self.held(option)
-        assert shape is not None
-        replicas = shape.data * shape.fsdp
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
-        micro = option.micro_sequences // replicas
-        activations = activation_bytes(
-            self.cfg,
-            self.head,
-            self.meshed(option),
-            rows=micro,
-            tokens=self.work.row_tokens,
-            micros=math.ceil(mine / micro),
-            remat=option.remat,
-            zero=option.zero,
-            sequence_parallel=option.sequence_parallel,
-            itemsize=self.pricer.itemsize,
-            fused_attention=self.device.fused_attention,
-        ).total
-        if self.engine.profile.holds_copies:
-            return activations
-        return held.weights + held.gradients + max(activations, held.reduced)
+def _first(pair: tuple[float, MeshShape]) -> float:
+    return pair[0]
 
 
 def _stages(option: Option) -> tuple[int, int]:
     shape = option.train or option.infer
     assert shape is not None
     return shape.pipe, shape.tensor
-
-
-@lru_cache(maxsize=None)
-def _wave_s(
-    engine: Engine, cfg: ModelConfig, keep: MeshShape, prompts: int, n: int, old: int, new: int
-) -> float:
-    """A generation of one replica."""
-    sizes = {"prompts": prompts, "n": n, "prompt_tokens": old, "response_tokens": new}
-    return generate_s(engine, cfg, keep, **sizes)
-
-
-@lru_cache(maxsize=None)
-def _generation_bytes(cfg: ModelConfig, keep: MeshShape, slots: int, itemsize: int) -> float:
-    """Of one device: weights, and keys and values of so many positions."""
-    weights = generation_bytes(cfg, keep, itemsize=itemsize)
-    return weights + kv_bytes(cfg, keep, rows=1, slots=slots, itemsize=itemsize)
-
-
-@lru_cache(maxsize=None)
-def _relay_s(engine: Engine, cfg: ModelConfig, shape: MeshShape, relay: str, zero: int) -> float:
-    return relay_s(engine, cfg, shape, relay=relay, zero=zero)
 
 
 def pareto(options: Sequence[Option]) -> list[Option]:

@@ -2,7 +2,6 @@
 """`hfjax plan`: the best placements of an algorithm's step on some devices, with reasons."""
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,8 +9,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 from hfjax.algorithm import dataflow, main_role
-from hfjax.mapping.devices import Cluster, load_profile, parse_devices
-from hfjax.mapping.options import Pricer
 from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
@@ -99,6 +96,3 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
     agrees = config.dtype == "float32"
     nodes = dataflow(algorithm, config.algorithm, functions, agrees=agrees)
     return problem(nodes, models, config.work)
-
-
-assert typing and Cluster and load_profile and parse_devices and Pricer
