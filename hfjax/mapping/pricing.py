@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from hfjax.engine.passes import PASS_TOKENS
 from hfjax.mapping.cost import (
@@ -28,7 +27,7 @@ from hfjax.mapping.memory import (
 )
 from hfjax.mapping.traffic import Move
 from hfjax.mapping.work import Call, Kind, Model, Option, Problem
-from hfjax.models.llama import ModelConfig
+from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import SHARED
 from meshes.mesh import AXES, MeshShape
 from meshes.placement import RolePlacement
@@ -44,7 +43,8 @@ class RoleCosts:
         self.device, self.work = device, problem.work
         self.model: Model = problem.models[role]
         self.calls: Sequence[Call] = problem.of(role)
-        self.cfg, self.head = self.model.config, self.model.head
+        self.cfg = self.model.config
+        self.head: Head = self.model.head
         profile = device.profile or profile
         self.engine = Engine(device=device, profile=profile, itemsize=itemsize)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerators and profiles: what is read, what is refused, what a mixed pool is."""
 
+import itertools
 from dataclasses import fields
 
 import pytest
@@ -88,7 +89,7 @@ def test_a_curve_goes_through_its_points_and_time_never_falls_with_size() -> Non
         sizes = [10 ** (k / 8) for k in range(32, 130)]
         for seconds in (device.product_s, device.copy_s):
             took = [seconds(size) for size in sizes]
-            assert all(a <= b for a, b in zip(took, took[1:], strict=False))
+            assert all(a <= b for a, b in itertools.pairwise(took))
 
 
 def test_every_field_of_a_device_can_be_written_in_a_file(tmp_path) -> None:
