@@ -138,7 +138,9 @@ def compiled(job: Job) -> Iterator[Row]:
         yield _row(name, expected[name], [_counted(job, programs, each) for each in made], seconds)
 
 
-def verify(jobs: Sequence[Job], memory_bytes: float, *, deadline_s: float = DEADLINE_S) -> list[Row]:
+def verify(
+    jobs: Sequence[Job], memory_bytes: float, *, deadline_s: float = DEADLINE_S
+) -> list[Row]:
     """The rows of all `jobs`, compiled in a process of its own.
 
     Raises ValueError, with the numbers, where a program does not fit `memory_bytes` of a device.
@@ -250,9 +252,7 @@ def _training(job: Job) -> dict[str, Prediction]:
         "accumulate": Prediction(
             beside, read + held.gradients + columns, moves["accumulate"], active.total
         ),
-        "reduce": Prediction(
-            held.optimizer + held.weights, held.gradients, moves["reduce"], 0.0
-        ),
+        "reduce": Prediction(held.optimizer + held.weights, held.gradients, moves["reduce"], 0.0),
         "apply": Prediction(
             0.0,
             held.optimizer + held.reduced,
