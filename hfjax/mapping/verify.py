@@ -7,17 +7,28 @@ are asserted. That compiler has no fused attention: its temporaries are an upper
 """
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from hfjax.mapping import memory
-from hfjax.mapping.programs import HALF
+from hfjax.engine import meter
+from hfjax.engine.sampling import Sampling
+from hfjax.mapping import memory, traffic
+from hfjax.mapping.programs import Programs
 from hfjax.mapping.work import Model, Option, Workload
 from hfjax.models.llama import Head, ModelConfig
+from hfjax.models.rope import RopeScaling
 from meshes.layouts import TWO_COPIES
+from meshes.mesh import MeshShape
 from meshes.placement import RolePlacement
 
 DEADLINE_S = 600.0  # of the process that compiles
-ITEMSIZE = HALF.dtype.itemsize
+ITEMSIZE = 2  # of HALF
 CARRIED = {"f16", "f32", "s32", "pred"}  # types of collectives: what stands in bfloat16, sums, ids
 
 
