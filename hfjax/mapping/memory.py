@@ -13,6 +13,7 @@ from functools import cache, lru_cache
 
 import jax
 
+from hfjax.engine.passes import PASS_TOKENS
 from hfjax.engine.pipeline import STAGES
 from hfjax.models.llama import Head, ModelConfig, abstract_params
 from meshes.layouts import (
@@ -64,9 +65,9 @@ class Held:
     optimizer: int  # float32 master and two moments
 
     @property
-    def resident(self) -> int:
-        """Between calls."""
-        return self.optimizer
+    def master(self) -> int:
+        """Of the optimizer's part: the float32 weights."""
+        return self.optimizer // 3
 
     @property
     def total(self) -> int:
@@ -254,3 +255,20 @@ def apply_bytes(
 ) -> int:
     """Temporaries of the program that updates the state, of gradients in its layout."""
     return training_bytes(cfg, head, shape, zero=zero, relay=relay).reduced
+
+
+def pass_rows(rows: int, tokens: int) -> int:
+    """Rows of one scoring pass, of a replica's `rows` (hfjax.engine.passes)."""
+    return max(1, min(rows, PASS_TOKENS // tokens))
+
+
+def relay_temporary_bytes(
+    cfg: ModelConfig,
+    shape: MeshShape,
+    *,
+    zero: int = 3,
+    relay: str = HYBRID,
+    itemsize: int = 2,
+) -> int:
+    """Temporaries of the largest bucket."""
+    return BUCKET_BYTES
