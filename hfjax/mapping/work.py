@@ -5,7 +5,7 @@ The dataflow is the algorithm's own (hfjax.controller.graph); nothing here knows
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from hfjax.controller.graph import ROW_COLUMNS, Node
@@ -32,6 +32,7 @@ class Model:
     config: ModelConfig
     head: Head
     trained: bool
+    generates: bool = False  # found in the calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,12 @@ def problem(nodes: Sequence[Node], models: Mapping[str, Model], work: Workload) 
         size = sum(work.rows * _column_bytes(name, work) for name in node.writes)
         inputs, rows = frozenset(node.inputs), work.rows
         calls.append(Call(node.number, node.role, node.method, kind, inputs, rows, size))
-    roles = {role: model for role, model in models.items() if any(c.role == role for c in calls)}
+    kinds = {role: {call.kind for call in calls if call.role == role} for role in models}
+    roles = {
+        role: replace(model, generates=Kind.GENERATE in kinds[role])
+        for role, model in models.items()
+        if kinds[role]
+    }
     return Problem(tuple(calls), roles, work)
 
 
