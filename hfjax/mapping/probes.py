@@ -1,256 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `hfjax calibrate` times, on all devices of this process at once; run by its child process.
+"""What `hfjax calibrate` times, in a child process: this host, and the fixed seconds of our engine.
 
-Small things are repeated inside one program, so that a program's call does not count. Programs that
-are compared take turns, and the median of their rounds counts.
+The engine works with a model so small, on rows so few, that nothing else counts.
 """
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from hfjax import rl
 from hfjax.engine.decode import THREEFRY, Decoder
-from hfjax.engine.meter import RECEIVED, meter
-from hfjax.engine.offload import to_device, to_host
+from hfjax.engine.meter import meter
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import OptimizerConfig, Outputs, Trainer
-from hfjax.models.llama import ModelConfig, abstract_params, init_params
+from hfjax.mapping.host_probes import BODIES, SIZES, Chain, Probe, Row, Size, medians
+from hfjax.models.llama import ModelConfig, abstract_params
 from meshes.layouts import generate_layout, shardings, train_layout
 from meshes.mesh import TENSOR, MeshShape, make_mesh
 
-GROUPS, GROUP = "groups", "group"  # mesh axes of collectives, all groups busy at once
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much is timed; of each device."""
-
-    products: tuple[int, ...]  # sides of square matrices, rising
-    operations: float  # of a program of products, at least
-    copies: tuple[int, ...]  # bytes of an array, rising
-    messages: tuple[int, ...]  # bytes received in a collective, rising
-    moved: float  # bytes received in a program of collectives
-    repeats: int  # of small things in one program, at most
-    rounds: int  # timed runs of a program, of which the median counts
-    layers: tuple[int, int] = (2, 10)  # depths of the model
-    tokens: int = 48  # steps of decoding
-
-
-SIZES = {
-    "cpu": Size(
-        products=(32, 64, 128, 256, 512, 1024),
-        operations=2e8,
-        copies=(2**14, 2**17, 2**20, 2**23, 2**25),
-        messages=(2**10, 2**15, 2**20, 2**22),
-        moved=2**24,
-        repeats=50,
-        rounds=7,
-    ),
-    "gpu": Size(
-        products=(256, 512, 1024, 2048, 4096, 8192),
-        operations=4e12,
-        copies=(2**16, 2**20, 2**24, 2**28, 2**30),
-        messages=(2**10, 2**16, 2**20, 2**24, 2**28),
-        moved=2**31,
-        repeats=200,
-        rounds=9,
-        tokens=96,
-    ),
-    "tiny": Size(
-        products=(8, 16),
-        operations=1e5,
-        copies=(2**10, 2**12),
-        messages=(2**8, 2**12),
-        moved=2**14,
-        repeats=4,
-        rounds=2,
-        layers=(1, 2),
-        tokens=4,
-    ),
-}
-
-
-def medians(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median seconds of each run; they take turns after two that compile and warm up."""
-    found: list[list[float]] = [[] for _ in runs]
-    for number in range(rounds + 2):
-        for run, seconds in zip(runs, found, strict=True):
-            begin_s = time.perf_counter()
-            jax.block_until_ready(run())
-            if number > 1:
-                seconds.append(time.perf_counter() - begin_s)
-    return [statistics.median(seconds) for seconds in found]
-
-
-class Chain:
-    """A program whose result is its next argument, donated: no buffer is new."""
-
-    def __init__(self, program: Callable[[Any], Any], state: Any) -> None:
-        self._program, self._state = program, state
-
-    def __call__(self) -> Any:
-        self._state = self._program(self._state)
-        return self._state
-
-
-class Probe:
-    """Products, copies and collectives on all devices."""
-
-    def __init__(self, devices: Sequence[jax.Device], dtype: Any, size: Size) -> None:
-        self.devices, self.dtype, self.size = devices, jnp.dtype(dtype), size
-
-    def mesh(self, group: int = 1) -> Mesh:
-        return Mesh(np.asarray(self.devices).reshape(-1, group), (GROUPS, GROUP))
-
-    def array(self, mesh: Mesh, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-        """Random numbers, an array of this shape on each device."""
-        placed = NamedSharding(mesh, PartitionSpec((GROUPS, GROUP)))
-        whole = (len(self.devices) * shape[0], *shape[1:])
-        part = np.random.default_rng(0).normal(size=shape, scale=scale).astype(self.dtype)
-        return jax.make_array_from_callback(whole, placed, partial(_same, part))
-
-    def repeated(self, body: Callable[..., Any], times: int, mesh: Mesh, **options: Any) -> Any:
-        """body(x, *others) `times` times on every device, each after the other."""
-        spec = PartitionSpec((GROUPS, GROUP))
-
-        def local(x: jax.Array, *others: jax.Array) -> jax.Array:
-            def step(_: jax.Array, x: jax.Array) -> jax.Array:
-                return body(x, *others)
-
-            return lax.fori_loop(0, times, step, x)
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
-        return jax.jit(mapped, **options)
-
-    def call(self) -> Row:
-        """Seconds of a program that does nothing."""
-        mesh = self.mesh()
-        nothing = self.repeated(jnp.negative, 1, mesh, donate_argnums=0)
-        run = Chain(nothing, self.array(mesh, (1,)))
-        return {"call_s": medians([run], 5 * self.size.rounds)[0]}
-
-    def products(self) -> list[Row]:
-        """Seconds of a product of each side."""
-        mesh, runs, times = self.mesh(), [], []
-        for side in self.size.products:
-            times.append(min(4000, max(2, round(self.size.operations / (2 * side**3)))))
-            x, w = (self.array(mesh, (side, side), scale) for scale in (1.0, side**-0.5))
-            runs.append(partial(self.repeated(jnp.matmul, times[-1], mesh), x, w))
-        found = medians(runs, self.size.rounds)
-        return [
-            {"operations": 2 * side**3, "seconds": seconds / n}
-            for side, n, seconds in zip(self.size.products, times, found, strict=True)
-        ]
-
-    def copies(self) -> list[Row]:
-        """Seconds in which an array of each size is read and written where it lies."""
-        mesh, runs, times = self.mesh(), [], []
-        for size in self.size.copies:
-            times.append(max(1, min(self.size.repeats, self.size.copies[-1] // size)))
-            program = self.repeated(jnp.negative, times[-1], mesh, donate_argnums=0)
-            runs.append(Chain(program, self.array(mesh, (size // self.dtype.itemsize,))))
-        found = medians(runs, self.size.rounds)
-        return [
-            {"bytes": 2 * size, "seconds": seconds / n}
-            for size, n, seconds in zip(self.size.copies, times, found, strict=True)
-        ]
-
-    def fresh(self) -> Row:
-        """Seconds in which the largest array is read, and written into memory that is new."""
-        mesh, size = self.mesh(), self.size.copies[-1]
-        run = partial(self.repeated(jnp.negative, 1, mesh), self.array(mesh, (size // 4,)))
-        return {"bytes": 2 * (size // 4) * self.dtype.itemsize, "seconds": self.one(run)}
-
-    def host(self) -> Row:
-        """Seconds of the largest array to host memory and back."""
-        mesh, size = self.mesh(), self.size.copies[-1]
-        run = Chain(_there_and_back, self.array(mesh, (size // self.dtype.itemsize,)))
-        return {"bytes": 2 * size, "seconds": self.one(run)}
-
-    def one(self, run: Callable[[], Any]) -> float:
-        return medians([run], self.size.rounds)[0]
-
-    def collectives(self, kind: str, group: int) -> list[Row]:
-        """Seconds of a collective in every group of this size, for each size of a message."""
-        mesh, runs, rows, times = self.mesh(group), [], [], []
-        for message in self.size.messages:
-            length = self._length(kind, group, message)
-            result = length if kind in ("all-reduce", "collective-permute") else length * group
-            result = length // group if kind == "reduce-scatter" else result
-            received = RECEIVED[kind](result * self.dtype.itemsize, group)
-            times.append(int(max(2, min(self.size.repeats, self.size.moved // received))))
-            body = partial(BODIES[kind], group)
-            program = self.repeated(body, times[-1], mesh, donate_argnums=0)
-            runs.append(Chain(program, self.array(mesh, (length,))))
-            rows.append({"kind": kind, "group": group, "bytes": received})
-        found = medians(runs, self.size.rounds)
-        return [
-            row | {"seconds": seconds / n}
-            for row, seconds, n in zip(rows, found, times, strict=True)
-        ]
-
-    def _length(self, kind: str, group: int, message: int) -> int:
-        """Numbers of what a device gives, a multiple of the group, so that it receives so much."""
-        factor = RECEIVED[kind](group, group)
-        if kind == "all-gather":
-            factor *= group
-        if kind == "reduce-scatter":
-            factor /= group
-        wanted = message / self.dtype.itemsize / factor * group
-        return max(1, round(wanted / group)) * group
-
-
-def _same(part: np.ndarray, _: Any) -> np.ndarray:
-    return part
-
-
-def _there_and_back(x: jax.Array) -> jax.Array:
-    return to_device(to_host(x))
-
-
-def _gather(group: int, x: jax.Array) -> jax.Array:
-    """The neighbour's part: that of its own would need no collective."""
-    whole = lax.all_gather(x, GROUP, tiled=True)
-    at = (lax.axis_index(GROUP) + 1) % group
-    return lax.dynamic_slice_in_dim(whole, at * len(x), len(x))
-
-
-def _reduce(group: int, x: jax.Array) -> jax.Array:
-    return lax.psum(x, GROUP) * jnp.asarray(1 / group, x.dtype)
-
-
-def _scatter(group: int, x: jax.Array) -> jax.Array:
-    part = lax.psum_scatter(x, GROUP, tiled=True) * jnp.asarray(1 / group, x.dtype)
-    return lax.dynamic_update_slice_in_dim(x, part, 0, axis=0)
-
-
-def _permute(group: int, x: jax.Array) -> jax.Array:
-    return lax.ppermute(x, GROUP, [(i, (i + 1) % group) for i in range(group)])
-
-
-BODIES: dict[str, Callable[..., jax.Array]] = {
-    "all-gather": _gather,
-    "all-reduce": _reduce,
-    "reduce-scatter": _scatter,
-    "collective-permute": _permute,
-}
+PROMPT = 8  # tokens of the engine's rows
 
 
 class Engine:
@@ -279,31 +56,31 @@ class Engine:
     def decoding(self) -> "Decoding":
         """Generation by this model."""
         placed = shardings(self._mesh, self._layout, self._axes)
-        params = init_params(self._cfg, "lm", jax.random.key(0), placed, self._dtype)
+        params = jax.tree.map(_filled, self._abstract, placed)
         return Decoding(self._cfg, self._mesh, self._layout, params, self._replicas, self._size)
 
-    def passes(self) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
-        """A scoring pass, an update from one micro-batch, and one from four."""
-        dtype = str(self._dtype)
-        replicas = Replicas(self._mesh, self._train_layout, self._abstract, self._axes, dtype)
-        key = jax.random.key(0)
-        weights = init_params(
-            self._cfg, "lm", key, replicas.weight_shardings, replicas.weight_dtype
+    def passes(self, *micros: int) -> list[Callable[[], Any]]:
+        """A scoring pass, then an update from so many micro-batches, for each number."""
+        replicas = Replicas(
+            self._mesh, self._train_layout, self._abstract, self._axes, str(self._dtype)
         )
         scorer = Scorer(self._cfg, replicas, with_entropy=False)
-        ids = np.ones((self._replicas, 8), np.int32)
+        ids = np.ones((self._replicas, PROMPT), np.int32)
         tokens = jax.device_put(ids, replicas.row_sharding)
         trainer = Trainer(self._cfg, "lm", replicas, OptimizerConfig(), _likelihood)
-        updates = []
-        for micros in (1, 4):
-            params = init_params(self._cfg, "lm", key, replicas.state_shardings)
+        master, _ = abstract_params(self._cfg, "lm", jnp.float32)
+        runs: list[Callable[[], Any]] = []
+        for number in micros:
+            params = jax.tree.map(_filled, master, replicas.state_shardings)
+            if not runs:
+                runs.append(partial(scorer.log_probs, replicas.weights(params), tokens))
             stack = {
-                "input_ids": np.broadcast_to(ids, (micros, *ids.shape)),
-                "response_mask": np.ones((micros, *ids.shape), bool),
+                "input_ids": np.broadcast_to(ids, (number, *ids.shape)),
+                "response_mask": np.ones((number, *ids.shape), bool),
             }
             update = partial(_updated, trainer, [stack])
-            updates.append(Chain(update, trainer.init_state(params)))
-        return partial(scorer.log_probs, weights, tokens), updates[0], updates[1]
+            runs.append(Chain(update, trainer.init_state(jax.tree.map(jnp.copy, params))))
+        return runs
 
 
 class Decoding:
@@ -319,28 +96,36 @@ class Decoding:
 
     def generate(self, tokens: int) -> Any:
         """So many tokens a row: one in prefill, a step for each further one."""
-        rows = np.arange(self._rows, dtype=np.int32)
-        prompts = (np.ones((self._rows, 4), np.int32), np.full(self._rows, 4, np.int32))
-        limit = np.full(self._rows, tokens, np.int32)
+        rows = jnp.arange(self._rows, dtype=jnp.int32)[:, None]
+        prompts = jnp.ones((self._rows, PROMPT), jnp.int32)
+        lengths, limits = (jnp.full(self._rows, n, jnp.int32) for n in (PROMPT, tokens))
         key = jax.random.key(0, impl=THREEFRY)
-        return self._decoder.generate(
-            self._params, *map(jnp.asarray, prompts), jnp.asarray(rows[:, None]), key,
-            self._sampling, jnp.asarray(limit),
-        )
+        arguments = (prompts, lengths, rows, key, self._sampling, limits)
+        return self._decoder.generate(self._params, *arguments)
 
-    def collectives(self) -> int:
-        """Of a step, between the devices that share a layer."""
+    def hops(self, layers: int) -> tuple[int, int]:
+        """Of the rings between devices that share a layer, in a step: outside of layers, in one."""
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._params
         )
-        lowered = self._decoder.lowered(abstract, self._rows, 4, self._sampling)
+        lowered = self._decoder.lowered(abstract, self._rows, PROMPT, self._sampling)
         program = lowered["segment"].compile()
-        counts = [
-            sum(one.trips for one in meter(program, mesh=self._mesh, trips=n).collectives
-                if TENSOR in one.axes)
-            for n in (1, 2)
-        ]
-        return counts[1] - counts[0]
+        once, twice = (meter(program, mesh=self._mesh, trips=n).collectives for n in (1, 2))
+        found = [0, 0]
+        for one, two in zip(once, twice, strict=True):
+            if TENSOR in one.axes:
+                inside = two.trips - one.trips == layers
+                found[inside] += (two.trips > one.trips) * hops_of(one.kind, one.group_size)
+        return found[0], found[1]
+
+
+def hops_of(kind: str, group: int) -> int:
+    """Of a ring; an all-reduce goes round twice."""
+    return (2 if kind == "all-reduce" else 1) * (group - 1)
+
+
+def _filled(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    return jax.device_put(np.full(leaf.shape, 0.01).astype(leaf.dtype), sharding)
 
 
 def _likelihood(
@@ -360,26 +145,26 @@ def decoding(probe: Probe) -> list[Row]:
     each = [Engine(probe, *case).decoding() for case in cases]
     runs = [partial(one.generate, n) for one in each for n in (one.few, one.many)]
     seconds = medians(runs, probe.size.rounds)
+    shallow = probe.size.layers[0]
+    outside, inside = each[-2].hops(shallow) if 2 in tensors else (0, 0)
     rows = []
     for i, ((layers, t), one) in enumerate(zip(cases, each, strict=True)):
         few_s, many_s = seconds[2 * i : 2 * i + 2]
+        hops = (outside + layers * inside) * (t > 1)
         step_s = (many_s - few_s) / (one.many - one.few)
-        collectives = one.collectives() if t > 1 else 0
-        row = {"layers": layers, "collectives": collectives, "seconds": step_s, "call_s": few_s}
-        rows.append(row)
+        rows.append({"layers": layers, "hops": hops, "seconds": step_s, "call_s": few_s})
     return rows
 
 
 def passes(probe: Probe) -> tuple[list[Row], list[Row]]:
-    """Seconds of scoring passes, and of updates, at each depth."""
-    layers = probe.size.layers
-    runs = [run for n in layers for run in Engine(probe, n, 1).passes()]
+    """Seconds of scoring passes at each depth, and of updates at each depth and of more micros."""
+    shallow, deep = probe.size.layers
+    runs = Engine(probe, shallow, 1).passes(1) + Engine(probe, deep, 1).passes(1, 4)
     seconds = medians(runs, probe.size.rounds)
-    infer = [{"layers": n, "seconds": seconds[3 * i]} for i, n in enumerate(layers)]
+    infer = [{"layers": n, "seconds": seconds[i]} for n, i in ((shallow, 0), (deep, 2))]
     train = [
-        {"layers": n, "micros": micros, "seconds": seconds[3 * i + k]}
-        for i, n in enumerate(layers)
-        for k, micros in ((1, 1), (2, 4))
+        {"layers": n, "micros": micros, "seconds": seconds[i]}
+        for n, micros, i in ((shallow, 1, 1), (deep, 1, 3), (deep, 4, 4))
     ]
     return infer, train
 
