@@ -146,7 +146,7 @@ def decoding(probe: Probe) -> list[Row]:
     runs = [partial(one.generate, n) for one in each for n in (one.few, one.many)]
     seconds = medians(runs, probe.size.rounds)
     shallow = probe.size.layers[0]
-    outside, inside = each[-2].hops(shallow) if 2 in tensors else (0, 0)
+    outside, inside = each[cases.index((shallow, 2))].hops(shallow) if 2 in tensors else (0, 0)
     rows = []
     for i, ((layers, t), one) in enumerate(zip(cases, each, strict=True)):
         few_s, many_s = seconds[2 * i : 2 * i + 2]
@@ -158,14 +158,13 @@ def decoding(probe: Probe) -> list[Row]:
 
 def passes(probe: Probe) -> tuple[list[Row], list[Row]]:
     """Seconds of scoring passes at each depth, and of updates at each depth and of more micros."""
-    shallow, deep = probe.size.layers
-    runs = Engine(probe, shallow, 1).passes(1) + Engine(probe, deep, 1).passes(1, 4)
-    seconds = medians(runs, probe.size.rounds)
-    infer = [{"layers": n, "seconds": seconds[i]} for n, i in ((shallow, 0), (deep, 2))]
-    train = [
-        {"layers": n, "micros": micros, "seconds": seconds[i]}
-        for n, micros, i in ((shallow, 1, 1), (deep, 1, 3), (deep, 4, 4))
-    ]
+    cases = [(n, (1,)) for n in probe.size.layers[:-1]] + [(probe.size.layers[-1], (1, 4))]
+    runs = [run for n, micros in cases for run in Engine(probe, n, 1).passes(*micros)]
+    seconds = iter(medians(runs, probe.size.rounds))
+    infer, train = [], []
+    for n, micros in cases:
+        infer.append({"layers": n, "seconds": next(seconds)})
+        train += [{"layers": n, "micros": m, "seconds": next(seconds)} for m in micros]
     return infer, train
 
 
