@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hfjax train`, `hfjax graph` and `hfjax export`."""
+"""The command line: `hfjax train`, `hfjax graph`, `hfjax export` and `hfjax calibrate`."""
 
 import argparse
 import logging
@@ -15,6 +15,8 @@ COMMANDS = {
     "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
     "waits for",
     "export": "export RUN DIR    the actor (or reward model) of a run, in Hugging Face format",
+    "calibrate": "calibrate [--out FILE.toml] [--name NAME] [--devices N]    times this host, and "
+    "writes it down as a device; N: so many simulated on CPU",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
 FORM = "write --SECTION.KEY VALUE, and --KEY or --no-KEY for a switch"
@@ -43,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hfjax.controller.worker import RoleError
 
     try:
-        {"train": train, "graph": graph, "export": export}[command](rest)
+        {"train": train, "graph": graph, "export": export, "calibrate": calibrate}[command](rest)
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
@@ -166,6 +168,13 @@ def export(arguments: list[str]) -> None:
     if len(arguments) != 2:
         raise ValueError("export takes RUN, a run's directory, and DIR, a new one")
     export_run(*arguments)
+
+
+def calibrate(arguments: list[str]) -> None:
+    """Measures this host and writes its table of devices."""
+    from hfjax.mapping import calibrate as command
+
+    command.main(arguments)
 
 
 if __name__ == "__main__":
