@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hfjax train`, `hfjax graph`, `hfjax export` and `hfjax calibrate`."""
+"""The command line: `hfjax train`, `plan`, `graph`, `export` and `calibrate`."""
 
 import argparse
 import logging
@@ -12,6 +12,8 @@ from typing import Any
 COMMANDS = {
     "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
     "ALGORITHM is ppo, grpo, dpo, ..., a module or a .py file; train ppo --help lists its settings",
+    "plan": "plan ALGORITHM [--devices 16xa100-80g] [--model llama2-7b] [--KEY VALUE ...]    the "
+    "best placements, without a device; plan ppo --help lists its settings",
     "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
     "waits for",
     "export": "export RUN DIR    the actor (or reward model) of a run, in Hugging Face format",
@@ -45,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     from hfjax.controller.worker import RoleError
 
     try:
-        {"train": train, "graph": graph, "export": export, "calibrate": calibrate}[command](rest)
+        commands = {"train": train, "plan": plan, "graph": graph, "export": export}
+        (commands | {"calibrate": calibrate})[command](rest)
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
@@ -81,6 +84,22 @@ def graph(arguments: list[str]) -> None:
     config = parse(module, arguments[1:], "graph")
     scores = [n for n in ("reward", "cost") if getattr(getattr(config, n, None), "function", "")]
     print(text(dataflow(module, config.algorithm, scores)))
+
+
+def plan(arguments: list[str]) -> None:
+    """Prints the best placements of ALGORITHM on devices that need not be here."""
+    import tyro
+
+    from hfjax.algorithm import algorithm_name
+    from hfjax.mapping.plan import plan as planned
+    from hfjax.mapping.plan import plan_class
+
+    module = named_algorithm(arguments)
+    cls = plan_class(module)
+    check_options(cls, arguments[1:])
+    prog = f"hfjax plan {algorithm_name(module)}"
+    conf = (tyro.conf.AvoidSubcommands,)
+    print(planned(module, tyro.cli(cls, prog=prog, args=arguments[1:], config=conf)))
 
 
 def named_algorithm(arguments: list[str]) -> Any:

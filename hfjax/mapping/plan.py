@@ -5,10 +5,22 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from hfjax.algorithm import dataflow, main_role
+from hfjax.mapping.devices import Cluster, load_profile, parse_devices
+from hfjax.mapping.options import Pricer
+from hfjax.mapping.report import (
+    objectives_text,
+    placement_of,
+    plans_table,
+    rejected_text,
+    timeline_text,
+)
+from hfjax.mapping.search import Found, search
+from hfjax.mapping.simulate import write_trace
 from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
@@ -16,6 +28,8 @@ from hfjax.roles import ModelRole, Reward, TrainedRole, role_class
 
 FUNCTION = "function"  # the reward "model" that is none
 AUTO = "auto"
+DEFAULT_DEVICE = "a100-80g"
+MOST_DEVICES = 1024  # that auto tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +110,71 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
     agrees = config.dtype == "float32"
     nodes = dataflow(algorithm, config.algorithm, functions, agrees=agrees)
     return problem(nodes, models, config.work)
+
+
+def cluster_of(config: Any, options: Pricer) -> Cluster:
+    """The devices that are planned for; `auto` grows the fewest that hold every role."""
+    files = [config.host] if config.host else []
+    kind = config.devices.removeprefix(AUTO)
+    if kind == config.devices:
+        return parse_devices(config.devices, *files)
+    name = kind.removeprefix("x") or DEFAULT_DEVICE
+    ((device, _),) = parse_devices(f"1x{name}", *files)
+    roles = options.problem.models
+    for count in range(1, MOST_DEVICES + 1):
+        cluster = ((device, count),)
+        if all(options.options(role, device, count) for role in roles):
+            try:
+                search(options.problem, cluster, options.options, objective="cost", keep=1)
+            except ValueError:
+                continue
+            return cluster
+    raise ValueError(
+        f"devices={config.devices}: {MOST_DEVICES} x {name} do not hold the models; "
+        "name the devices, or take a larger kind"
+    )
+
+
+def plan(algorithm: ModuleType, config: Any) -> str:
+    """The text that `hfjax plan` prints; writes the files that were asked for."""
+    task = planned(algorithm, config)
+    if not task.models:
+        raise ValueError(f"{algorithm.__name__}: no call of a step runs on devices")
+    itemsize = 2 if config.dtype == "bfloat16" else 4
+    profile = load_profile(config.profile)
+    pricer = Pricer(problem=task, profile=profile, itemsize=itemsize)
+    cluster = cluster_of(config, pricer)
+    founds: dict[str, Found] = {}
+    for objective in dict.fromkeys((config.objective, "time", "paper")):
+        founds[objective] = search(task, cluster, pricer.options, objective=objective)
+    found = founds[config.objective]
+    best = found.best
+    text = "\n\n".join(
+        (
+            _head(config, task, cluster),
+            plans_table(found, task, cluster),
+            objectives_text(founds),
+            "the best, simulated; one iteration among others\n" + timeline_text(best),
+            "not among them\n" + rejected_text(found.rejected),
+        )
+    )
+    placement = placement_of(best, cluster)
+    if config.out:
+        Path(config.out).write_text(placement.to_toml())
+        text += f"\n\nplacement written to {config.out}"
+    else:
+        text += f"\n\n{placement.to_toml()}"
+    if config.trace:
+        write_trace(config.trace, best.played)
+        text += f"\ntimeline written to {config.trace}"
+    return text
+
+
+def _head(config: Any, task: Problem, cluster: Cluster) -> str:
+    work = task.work
+    on = " + ".join(f"{count} x {device.name}" for device, count in cluster)
+    return (
+        f"simulated: {on}, profile {config.profile}, {config.dtype}; a step of {work.prompts} "
+        f"prompts x {work.n}, {work.prompt_tokens} + {work.response_tokens} tokens, "
+        f"{work.updates} updates"
+    )

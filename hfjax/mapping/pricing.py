@@ -39,13 +39,15 @@ class RoleCosts:
     def __init__(
         self, problem: Problem, role: str, device: Device, profile: Profile, itemsize: int
     ) -> None:
-        """A profile that was measured on the device comes before the one given."""
+        """Of the profile come how it works, and what it adds where the device has not measured."""
         self.device, self.work = device, problem.work
         self.model: Model = problem.models[role]
         self.calls: Sequence[Call] = problem.of(role)
         self.cfg = self.model.config
         self.head: Head = self.model.head
-        profile = device.profile or profile
+        if own := device.profile:
+            seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
+            profile = replace(profile, **seconds, collective_s=own.collective_s)
         self.engine = Engine(device=device, profile=profile, itemsize=itemsize)
 
     def priced(self, option: Option) -> Option:
