@@ -142,7 +142,7 @@ class _Ways:
                 took[numbers[0]] += self.costs.move_seconds(each)
                 if sum(took.values()) < sum(way.seconds[number] for number in numbers):
                     working = max(way.working_bytes, self.costs.infer_bytes(each))
-                    each = replace(each, seconds=way.seconds | took, working_bytes=working)
+                    each = replace(each, seconds=dict(way.seconds) | took, working_bytes=working)
                     found += [each] if self.fits(each) else []
         return found
 
@@ -182,7 +182,7 @@ class _Ways:
                     for way, relay in zip(placed, relays, strict=True):
                         most = max(way.working_bytes, size)
                         if way.resident_bytes + most <= self.limit:
-                            seconds = way.seconds | dict.fromkeys(numbers, own_s)
+                            seconds = dict(way.seconds) | dict.fromkeys(numbers, own_s)
                             seconds[numbers[0]] += relay  # the others' weights are there
                             found.append(
                                 replace(way, waves=waves, seconds=seconds, working_bytes=most)

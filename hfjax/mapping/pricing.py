@@ -131,8 +131,9 @@ class RoleCosts:
         shape = self.meshed(option)
         scoring = self.scoring_bytes(option, shape)
         if not self.model.trained:
-            options = {"zero": option.zero, "itemsize": self.engine.itemsize}
-            return weight_bytes(self.cfg, self.head, shape, **options), scoring
+            size = self.engine.itemsize
+            weights = weight_bytes(self.cfg, self.head, shape, zero=option.zero, itemsize=size)
+            return weights, scoring
         held = self.held(option)
         keeps = self.engine.profile.holds_copies
         copies = held.weights + held.gradients
