@@ -11,7 +11,7 @@ from hfjax.mapping.work import Problem
 def get_min_alloc(pools: Pools, roles: tuple[str, ...], start: int = 1) -> int | None:
     """The first grant from `start`, of one kind a number of devices, that can hold the roles."""
     for grant in range(max(1, start), len(pools.grants)):
-        if len(pools.sums(roles, grant).seconds):
+        if len(pools.quickest(roles, grant).seconds):
             return grant
     return None
 

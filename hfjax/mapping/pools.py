@@ -17,6 +17,7 @@ from hfjax.mapping.work import Option, Problem
 
 Options = Callable[[str, Any, int], Sequence[Option]]  # of a role on n devices
 Merge = tuple[int, ...]  # of a role's calls: the column of its pool into which each goes
+BLOCK = 128  # rows compared with one another at once
 GRAIN = 2.0**34  # parts of a second: sums and maxima of whole numbers of them are exact
 
 
@@ -42,6 +43,9 @@ class Combined:
     choice: np.ndarray
 
 
+NOTHING = Combined(np.zeros((1, 1)), np.zeros((1, 2)), np.zeros((1, 0), int))
+
+
 class Pools:
     """Menus of roles and combinations of sets of roles, each made once."""
 
@@ -65,6 +69,7 @@ class Pools:
             self.room[grant] = usable * grants.device(grant).memory_bytes
         self._menus: dict[tuple[str, tuple[int, ...], int], Menu] = {}
         self._sums: dict[tuple[tuple[str, ...], int], Combined] = {}
+        self._quickest: dict[tuple[tuple[str, ...], int], Combined] = {}
         self._combined: dict[tuple[tuple[str, ...], int, tuple[Merge, ...]], Combined] = {}
         self._fastest: dict[tuple[str, Merge, int], np.ndarray] = {}
         self.stages: dict[tuple[str, ...], np.ndarray] = {}  # for the paper's objective
@@ -111,23 +116,42 @@ class Pools:
         if roles not in self._least:
             found = np.full(len(self.grants), np.inf)
             for grant in range(1, len(self.grants)):
-                sums = self.sums(roles, grant).seconds
-                found[grant] = sums.min() if len(sums) else np.inf
+                quickest = self.quickest(roles, grant).seconds
+                found[grant] = quickest[0, 0] if len(quickest) else np.inf
             self._least[roles] = found
         return self._least[roles]
 
-    def sums(self, roles: tuple[str, ...], grant: int) -> Combined:
-        """Combinations by the sum of their seconds, and memory; one alone where memory abounds."""
+    def quickest(self, roles: tuple[str, ...], grant: int) -> Combined:
+        """The combination of the least sum of seconds that fits, if any does."""
+        key = (roles, grant)
+        if key not in self._quickest:
+            found = self._unhindered(roles, grant)
+            if found is None:
+                *rest, last = roles
+                found = _product(self._summed(tuple(rest), grant), self._summed((last,), grant))
+                found = _rows(found, np.flatnonzero(found.memory.sum(axis=1) <= self.room[grant]))
+                found = _rows(found, np.argsort(found.seconds[:, 0], kind="stable")[:1])
+            self._quickest[key] = found
+        return self._quickest[key]
+
+    def _summed(self, roles: tuple[str, ...], grant: int) -> Combined:
+        """Combinations by the sum of their seconds, and memory."""
+        if not roles:
+            return NOTHING
         key = (roles, grant)
         if key not in self._sums:
-            menus = [self.auto_parallel(role, grant) for role in roles]
-            merges = [(0,) * len(self.calls[role]) for role in roles]
-            quickest = self._quickest(menus, grant)
-            self._sums[key] = quickest or self._combine(menus, merges, 1, grant)
+            if len(roles) == 1:
+                menu = self.auto_parallel(roles[0], grant)
+                numbers = np.arange(len(menu.options))[:, None]
+                found = Combined(menu.total[:, None], menu.memory, numbers)
+            else:
+                found = _product(self._summed(roles[:-1], grant), self._summed(roles[-1:], grant))
+            self._sums[key] = _kept(found, self.room[grant])
         return self._sums[key]
 
-    def _quickest(self, menus: Sequence[Menu], grant: int) -> Combined | None:
-        """Each role's option of the least sum, where these fit together with any others."""
+    def _unhindered(self, roles: tuple[str, ...], grant: int) -> Combined | None:
+        """Each role's option of the least sum, where these fit together."""
+        menus = [self.auto_parallel(role, grant) for role in roles]
         if not all(menu.options for menu in menus):
             return None
         best = [int(np.argmin(menu.total)) for menu in menus]
@@ -137,11 +161,6 @@ class Pools:
             return None
         total = sum(float(menu.total[i]) for menu, i in zip(menus, best, strict=True))
         return Combined(np.array([[total]]), together[None], np.array([best]))
-
-    def quickest(self, roles: tuple[str, ...], grant: int) -> Combined:
-        """The combination of the least sum of seconds that fits, if any does."""
-        sums = self.sums(roles, grant)
-        return _rows(sums, np.argsort(sums.seconds[:, 0], kind="stable")[:1])
 
     def choice(self, roles: tuple[str, ...], grant: int) -> tuple[Option, ...]:
         """Its options, one a role."""
@@ -187,13 +206,25 @@ def merged(seconds: np.ndarray, merge: Merge, width: int) -> np.ndarray:
 
 def undominated(rows: np.ndarray) -> np.ndarray:
     """Rows, by number in order, of which no other is as small in every column; first of equals."""
-    left = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(min(1, len(rows)))
-    kept = []
-    while len(left):
-        first, rest = left[0], left[1:]
-        kept.append(first)
-        left = rest[(rows[rest] < rows[first]).any(axis=1)]
-    return np.sort(np.array(kept, int))
+    sorted_by = np.lexsort(rows.T[::-1])  # whatever dominates a row comes before it
+    kept = np.zeros((0, rows.shape[1]))
+    found = []
+    for begin in range(0, len(rows), BLOCK):
+        numbers = sorted_by[begin : begin + BLOCK]
+        numbers = numbers[~_no_larger(kept, rows[numbers]).any(axis=0)]
+        block = rows[numbers]
+        numbers = numbers[~np.triu(_no_larger(block, block), 1).any(axis=0)]
+        found.append(numbers)
+        kept = np.concatenate([kept, rows[numbers]])
+    return np.sort(np.concatenate([np.zeros(0, int), *found]))
+
+
+def _no_larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Whether each row of `a` is no larger than each of `b` in any column."""
+    found = np.ones((len(a), len(b)), bool)
+    for column in range(a.shape[1]):
+        found &= a[:, column, None] <= b[None, :, column]
+    return found
 
 
 def _eased(memory: np.ndarray, others: Sequence[np.ndarray], room: float) -> np.ndarray:
