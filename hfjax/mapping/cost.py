@@ -133,12 +133,14 @@ def infer_s(
     moved, hops = engine.moved_s(moves, shape), engine.hops_s(moves)
     parts = math.gcd(p, micro)  # micro-batches that a pass is cut into
     ticks = passes * (parts + p - 1)
-    if engine.profile.fills_stages:
+    if engine.profile.megatron:
         moved, hops = (x * (passes * parts + p - 1) / ticks for x in (moved, hops))
         ticks = passes * parts + p - 1
     product, copies = layer_s(engine, cfg, t, micro / parts, tokens, sequence=sequence)
     stage = cfg.layers / p
     heads = passes * head_s(engine, cfg, head, t, micro * tokens / p)
+    if engine.profile.megatron:
+        heads = ticks * head_s(engine, cfg, head, t, micro / parts * tokens)
     busy = ticks * stage * (product + copies) + heads + passes * moved
     return max(busy, ticks * engine.launch_s(stage) + passes * hops)
 
@@ -164,11 +166,12 @@ def update_s(
     ticks = micros + p - 1
     product, copies = layer_s(engine, cfg, t, micro, tokens, sequence=sequence)
     again = {"none": 0.0, "layer": product + copies, "dots": copies}[remat]
-    if p > 1 and engine.profile.recomputes_stages:
+    if p > 1 and not engine.profile.megatron:
         again += product + copies
     stage = cfg.layers / p
     layers = ticks * stage * ((1 + BACKWARD) * (product + copies) + again)
-    heads = (1 + BACKWARD) * micros * head_s(engine, cfg, head, t, micro * tokens / p)
+    share, turns = (1, ticks) if engine.profile.megatron else (p, micros)
+    heads = (1 + BACKWARD) * turns * head_s(engine, cfg, head, t, micro * tokens / share)
     programs = update_traffic(
         cfg,
         head,

@@ -25,9 +25,7 @@ class Profile:
     step_s: float  # a pass of one stage: of a token, of a micro-batch
     layer_s: float  # launches of a layer: it takes no less
     collective_s: float  # a hop of a ring
-    holds_copies: bool = False  # computing weights and gradients stay between calls
-    fills_stages: bool = False  # scoring passes follow one another through a pipeline
-    recomputes_stages: bool = False  # a pipeline keeps only what enters a stage
+    megatron: bool = False  # pipelines and memory as Megatron has them
     kv_cache: bool = True  # without one a token takes a pass over all before it
     waves: bool = False  # rows that the KV cache has no room for wait for their turn
 

@@ -135,7 +135,7 @@ class RoleCosts:
             weights = weight_bytes(self.cfg, self.head, shape, zero=option.zero, itemsize=size)
             return weights, scoring
         held = self.held(option)
-        keeps = self.engine.profile.holds_copies
+        keeps = self.engine.profile.megatron
         copies = held.weights + held.gradients
         resident = held.optimizer + (copies if keeps else 0)
         working = [self.update_bytes(option), scoring + (0 if keeps else held.weights)]
@@ -193,7 +193,7 @@ class RoleCosts:
             itemsize=self.engine.itemsize,
             fused_attention=self.device.fused_attention,
         ).total
-        if self.engine.profile.holds_copies:
+        if self.engine.profile.megatron:
             return activations
         return held.weights + held.gradients + max(activations, held.reduced)
 
