@@ -65,6 +65,7 @@ def test_an_update_takes_three_forward_passes_and_one_more_with_remat(
 
 def test_a_pipeline_pays_for_the_ticks_in_which_stages_wait() -> None:
     engine = ideal(memory_bytes_s=HUGE, link_bytes_s=HUGE, network_bytes_s=HUGE)
+    engine = replace(engine, profile=replace(NONE, megatron=True))
     options: Any = {"rows": 8, "tokens": 512, "micro": 1}
     alone = update_s(engine, CFG, "value", MeshShape(), **options)
     staged = update_s(engine, CFG, "value", MeshShape(pipe=4), **options)
