@@ -17,11 +17,12 @@ from hfjax.engine.passes import PASS_TOKENS
 from hfjax.engine.pipeline import STAGES
 from hfjax.models.llama import Head, ModelConfig, abstract_params
 from meshes.layouts import (
-    DS_CHAT,
     EMBED,
+    HEADS,
     HYBRID,
     KV_HEADS,
     LAYERS,
+    VOCAB,
     Axes,
     Layout,
     divisors,
@@ -31,7 +32,7 @@ from meshes.layouts import (
     train_layout,
     zero_axes,
 )
-from meshes.mesh import TENSOR, TENSOR_MICRO, MeshShape
+from meshes.mesh import MeshShape
 
 CHUNK = 128  # positions whose logits exist at a time (hfjax.engine.scoring)
 BUCKET_BYTES = 2**28  # of a relay (hfjax.engine.hybrid)
@@ -325,16 +326,10 @@ def _gathered_layer(
     cfg: ModelConfig, head: Head, state: Layout, shape: MeshShape, relay: str
 ) -> int:
     """Elements of one layer's weights as a device computes with them."""
-    mine = cfg.layers // shape.over(STAGES)
-    found = (leaf for leaf in leaves(cfg, head) if leaf.stacked)
-    shards = {
-        leaf.name: shape.over(zero_axes(relay)) if EMBED in leaf.axes else 1 for leaf in found
-    }
-    return sum(
-        shard_size(leaf, state, shape) * shards[leaf.name] // mine
-        for leaf in leaves(cfg, head)
-        if leaf.stacked
-    )
+    zero = shape.over(zero_axes(relay))
+    stacked = (leaf for leaf in leaves(cfg, head) if leaf.stacked)
+    sizes = (shard_size(x, state, shape) * (zero if EMBED in x.axes else 1) for x in stacked)
+    return sum(sizes) * shape.over(STAGES) // cfg.layers
 
 
 def _head_size(cfg: ModelConfig, head: Head, layout: Layout, shape: MeshShape) -> int:
