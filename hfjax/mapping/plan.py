@@ -10,8 +10,10 @@ from types import ModuleType
 from typing import Any, Literal
 
 from hfjax.algorithm import dataflow, main_role
-from hfjax.mapping.devices import Cluster, load_profile, parse_devices
+from hfjax.mapping.devices import Cluster, load_profile, parse_devices, slowest
 from hfjax.mapping.options import Pricer
+from hfjax.mapping.partitions import set_partitions
+from hfjax.mapping.prices import Objective
 from hfjax.mapping.report import (
     objectives_text,
     placement_of,
@@ -19,17 +21,18 @@ from hfjax.mapping.report import (
     rejected_text,
     timeline_text,
 )
-from hfjax.mapping.search import Found, search
+from hfjax.mapping.search import Found, Plan, needs_of, search
 from hfjax.mapping.simulate import write_trace
+from hfjax.mapping.verify import job, table, verify
 from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
 from hfjax.roles import ModelRole, Reward, TrainedRole, role_class
+from meshes.placement import Placement
 
 FUNCTION = "function"  # the reward "model" that is none
 AUTO = "auto"
 DEFAULT_DEVICE = "a100-80g"
-MOST_DEVICES = 1024  # that auto tries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,27 +115,18 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
     return problem(nodes, models, config.work)
 
 
-def cluster_of(config: Any, options: Pricer) -> Cluster:
-    """The devices that are planned for; `auto` grows the fewest that hold every role."""
+def cluster_of(config: Any, pricer: Pricer) -> Cluster:
+    """The devices that are planned for; `auto`: the fewest that hold every role."""
     files = [config.host] if config.host else []
     kind = config.devices.removeprefix(AUTO)
     if kind == config.devices:
         return parse_devices(config.devices, *files)
-    name = kind.removeprefix("x") or DEFAULT_DEVICE
-    ((device, _),) = parse_devices(f"1x{name}", *files)
-    roles = options.problem.models
-    for count in range(1, MOST_DEVICES + 1):
-        cluster = ((device, count),)
-        if all(options.options(role, device, count) for role in roles):
-            try:
-                search(options.problem, cluster, options.options, objective="cost", keep=1)
-            except ValueError:
-                continue
-            return cluster
-    raise ValueError(
-        f"devices={config.devices}: {MOST_DEVICES} x {name} do not hold the models; "
-        "name the devices, or take a larger kind"
-    )
+    ((device, _),) = parse_devices(f"1x{kind.removeprefix('x') or DEFAULT_DEVICE}", *files)
+    needs = needs_of(pricer.problem, ((device, 1),), pricer.options)
+    fits = [needs.fewest(sets) for sets in set_partitions(tuple(pricer.problem.models))]
+    if not any(fits):
+        raise ValueError(needs.refusal(()))
+    return ((device, min(count for count in fits if count)),)
 
 
 def plan(algorithm: ModuleType, config: Any) -> str:
@@ -141,33 +135,37 @@ def plan(algorithm: ModuleType, config: Any) -> str:
     if not task.models:
         raise ValueError(f"{algorithm.__name__}: no call of a step runs on devices")
     itemsize = 2 if config.dtype == "bfloat16" else 4
-    profile = load_profile(config.profile)
-    pricer = Pricer(problem=task, profile=profile, itemsize=itemsize)
+    pricer = Pricer(problem=task, profile=load_profile(config.profile), itemsize=itemsize)
     cluster = cluster_of(config, pricer)
-    founds: dict[str, Found] = {}
-    for objective in dict.fromkeys((config.objective, "time", "paper")):
-        founds[objective] = search(task, cluster, pricer.options, objective=objective)
+    founds = {
+        objective: searched(pricer, cluster, objective)
+        for objective in dict.fromkeys((config.objective, "time", "paper"))
+    }
     found = founds[config.objective]
-    best = found.best
-    text = "\n\n".join(
-        (
-            _head(config, task, cluster),
-            plans_table(found, task, cluster),
-            objectives_text(founds),
-            "the best, simulated; one iteration among others\n" + timeline_text(best),
-            "not among them\n" + rejected_text(found.rejected),
-        )
-    )
-    placement = placement_of(best, cluster)
-    if config.out:
-        Path(config.out).write_text(placement.to_toml())
-        text += f"\n\nplacement written to {config.out}"
-    else:
-        text += f"\n\n{placement.to_toml()}"
-    if config.trace:
-        write_trace(config.trace, best.played)
-        text += f"\ntimeline written to {config.trace}"
-    return text
+    if isinstance(found, ValueError):
+        raise found
+    parts = [_head(config, task, cluster), plans_table(found, task, cluster)]
+    if len(cluster) > 1:
+        parts.append(_as_if_equal(pricer, cluster, config.objective, found.best))
+    parts += [
+        objectives_text(founds),
+        "the best, simulated: an iteration among others\n" + timeline_text(found.best),
+    ]
+    if found.rejected:
+        parts.append("not among them\n" + rejected_text(found.rejected))
+    if config.verify:
+        parts.append(_verified(task, cluster, found.best))
+    parts.append(_written(config, placement_of(found.best, cluster), found.best))
+    return "\n\n".join(parts)
+
+
+def searched(pricer: Pricer, cluster: Cluster, objective: Objective) -> Found | ValueError:
+    """What an objective chooses; the refusal where nothing fits."""
+    pricer = dataclasses.replace(pricer, one_layout=objective == "paper")
+    try:
+        return search(pricer.problem, cluster, pricer.options, objective=objective)
+    except ValueError as error:
+        return error
 
 
 def _head(config: Any, task: Problem, cluster: Cluster) -> str:
@@ -178,3 +176,39 @@ def _head(config: Any, task: Problem, cluster: Cluster) -> str:
         f"prompts x {work.n}, {work.prompt_tokens} + {work.response_tokens} tokens, "
         f"{work.updates} updates"
     )
+
+
+def _as_if_equal(pricer: Pricer, cluster: Cluster, objective: Objective, best: Plan) -> str:
+    """What the best plan for a mixed cluster gains over taking every device for the worst."""
+    worst = slowest([device for device, _ in cluster])
+    count = sum(count for _, count in cluster)
+    other = searched(pricer, ((worst, count),), objective)
+    name = f"taken for {count} equal devices, each as slow and small as the worst"
+    if isinstance(other, ValueError):
+        return f"{name}: nothing fits"
+    gain = other.best.seconds / best.seconds
+    return f"{name}: {other.best.seconds:.1f} s a step, {gain:.2f} times as long"
+
+
+def _verified(task: Problem, cluster: Cluster, best: Plan) -> str:
+    """Finalists are compiled: what a device holds and moves, predicted and compiled."""
+    tables = []
+    for pool in best.pools:
+        kinds = [d for (d, _), n in zip(cluster, pool.devices, strict=True) if n]
+        for role, option in pool.options.items():
+            made = job(role, task.models[role], option, task.work)
+            rows = verify([made], slowest(kinds).memory_bytes)
+            tables.append(f"{role}, compiled for {sum(pool.devices)} devices\n{table(rows)}")
+    return "\n\n".join(tables)
+
+
+def _written(config: Any, placement: Placement, best: Plan) -> str:
+    """The placement, or where it is now."""
+    lines = [placement.to_toml()]
+    if config.out:
+        Path(config.out).write_text(placement.to_toml())
+        lines = [f"placement: {config.out}"]
+    if config.trace:
+        write_trace(config.trace, best.played)
+        lines.append(f"timeline: {config.trace}")
+    return "\n".join(lines)

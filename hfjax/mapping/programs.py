@@ -31,7 +31,8 @@ class Programs:
         self, cfg: ModelConfig, head: Head, placement: RolePlacement, dtype: Any = HALF
     ) -> None:
         """`cfg` with the padded vocabulary of this placement."""
-        self.cfg, self.head, self.placement, self.dtype = cfg, head, placement, dtype
+        self.cfg, self.placement, self.dtype = cfg, placement, dtype
+        self.head: Head = head
         shape = placement.mesh_shape
         self.mesh = make_mesh(jax.devices()[: shape.devices], shape)
         relay = placement.relay

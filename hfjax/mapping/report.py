@@ -108,10 +108,13 @@ def _sets(sets: Iterable[Iterable[str]]) -> str:
     return " | ".join(" ".join(roles) for roles in sets)
 
 
-def objectives_text(founds: Mapping[str, Found]) -> str:
+def objectives_text(founds: Mapping[str, Found | ValueError]) -> str:
     """The objectives side by side: what each chose, and what the other says of it."""
     rows = [("objective", "chose", "seconds a step", "d_cost", "priced of", "searched s")]
     for name, found in founds.items():
+        if isinstance(found, ValueError):
+            rows.append((name, "nothing fits", *("-",) * 4))
+            continue
         best = found.best
         pools = " | ".join(f"{' '.join(pool.roles)} on {sum(pool.devices)}" for pool in best.pools)
         counts = f"{found.priced:,} of {found.pairs:,}"

@@ -142,6 +142,12 @@ def search(
     return Found(objective, plans, tuple(rejected), hunt.pairs, hunt.priced, took)
 
 
+def needs_of(problem: Problem, cluster: Cluster, options: Options) -> Needs:
+    """How many devices of the cluster's kind would do."""
+    pools = Pools(problem, Grants(cluster), options, usable=USABLE)
+    return Needs(problem, cluster, options, pools, USABLE, FURTHER)
+
+
 def enum_alloc(grants: Grants, pools: int, *, every: bool) -> Iterator[np.ndarray]:
     """Every allocation of the cluster to so many pools, many rows at a time."""
     return grants.allocations(pools, every=every)

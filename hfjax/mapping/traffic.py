@@ -253,8 +253,7 @@ class _Training:
         self._gradients_scattered(found, ticks, micros)
         each = (rows, micros) if staged else (rows, 1)
         times = 1 if staged else micros
-        for _ in range(times):
-            self._activations(found, *each, tokens, reduces * ticks // times, backward=True)
+        self._activations(found, *each, tokens, reduces * ticks // times, times, backward=True)
         self._between_stages(found, rows, micros, tokens, backward=True)
         return found.all
 
@@ -289,9 +288,8 @@ class _Training:
         return [leaf for leaf in found if EMBED in leaf.axes]
 
     def _whole(self, leaf: Leaf) -> int:
-        """Elements of a device's part when ZeRO's shards are gathered; of one layer."""
-        whole = shard_size(leaf, self.state, self.shape) * self.shape.over(self.shards)
-        return whole
+        """Elements of a device's part when ZeRO's shards are gathered."""
+        return shard_size(leaf, self.state, self.shape) * self.shape.over(self.shards)
 
     def _one(self, leaf: Leaf) -> int:
         """Layers of a stage, whose parameters move one after another; 1 of other parameters."""
@@ -321,18 +319,19 @@ class _Training:
         micros: int,
         tokens: int,
         reduces: int,
+        times: int = 1,
         *,
         backward: bool = False,
     ) -> None:
         """Partial sums over `tensor`: `reduces` times a layer, of the embedding and the logits."""
-        width = self.cfg.embed
-        layers = self.cfg.layers // self.stages
-        found.add(REDUCE, self.tensor, rows * tokens * width * self.itemsize, reduces * layers)
+        width, tensor = self.cfg.embed, self.tensor
+        x = rows * tokens * width * self.itemsize
+        found.add(REDUCE, tensor, x, times * reduces * self.cfg.layers // self.stages)
         part = -(-rows * micros // self.stages) * width
-        found.add(REDUCE, self.tensor, part * tokens * self.itemsize)
+        found.add(REDUCE, tensor, part * tokens * self.itemsize, times)
         if backward and self.head == "lm":
             chunk = min(CHUNK, tokens)
-            found.add(REDUCE, self.tensor, part * chunk * F32, -(-tokens // chunk))
+            found.add(REDUCE, tensor, part * chunk * F32, times * -(-tokens // chunk))
 
     def _between_stages(
         self, found: _Moves, rows: int, micros: int, tokens: int, *, backward: bool = False

@@ -263,7 +263,12 @@ def _training(job: Job) -> dict[str, Prediction]:
         "accumulate": Prediction(
             beside, read + held.gradients + columns, moves["accumulate"], active.total
         ),
-        "reduce": Prediction(held.optimizer + held.weights, held.gradients, moves["reduce"], 0.0),
+        "reduce": Prediction(
+            held.optimizer + held.weights,
+            held.gradients,
+            moves["reduce"],
+            memory.reduce_bytes(cfg, job.head, shape, **layout),
+        ),
         "apply": Prediction(
             0.0,
             held.optimizer + held.reduced,
@@ -272,8 +277,8 @@ def _training(job: Job) -> dict[str, Prediction]:
         ),
     }
     if held.weights:
-        moments = held.optimizer - held.master
-        cast = Prediction(moments, held.master, moves["weights"], 0.0)
+        turned = memory.cast_bytes(cfg, job.head, shape, **layout)
+        cast = Prediction(held.optimizer - held.master, held.master, moves["weights"], turned)
         found = {"weights": cast, **found}
     return found
 
@@ -305,11 +310,14 @@ def _generation(job: Job) -> dict[str, Prediction]:
     step = traffic.decode_traffic(cfg, shape, n=job.n, **run)
     prompt = memory.kv_bytes(cfg, shape, slots=job.prompt_tokens, **run)
     own = memory.kv_bytes(cfg, shape, slots=job.response_tokens * job.n, **run)
+    first = memory.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
+    slots = job.prompt_tokens + job.response_tokens * job.n
+    later = memory.decode_bytes(cfg, shape, slots=slots, **run)
     steps = job.response_tokens - 1
     segment = tuple(dataclasses.replace(each, times=each.times * steps) for each in step)
     found = {
-        "prefill": Prediction(held.optimizer, weights, moves, 0.0),
-        "segment": Prediction(held.optimizer, weights + prompt + own, segment, 0.0),
+        "prefill": Prediction(held.optimizer, weights, moves, first),
+        "segment": Prediction(held.optimizer, weights + prompt + own, segment, later),
     }
     return {"relay": _relay(job, held), **found}
 
