@@ -15,7 +15,7 @@ import numpy as np
 from hfjax.mapping.partitions import Sets
 from hfjax.mapping.period import makespan, order, returns, steady
 from hfjax.mapping.pools import GRAIN, Combined, Merge, Pools
-from hfjax.mapping.simulate import Played, call_seconds, period_s, play
+from hfjax.mapping.simulate import ITERATIONS, Played, call_seconds, period_s, play
 from hfjax.mapping.work import Kind, Option, Problem
 
 Objective = Literal["time", "cost", "paper"]
@@ -181,7 +181,7 @@ class Partition:
             return self._played_s(took, row, 0.0)
         seconds = [call_seconds(call, took) for call in self.terms.problem.calls]
         run = makespan if self.terms.joined else steady
-        return float(run(self.rules, seconds, self._moves(row[None])))
+        return float(np.ravel(run(self.rules, seconds, self._moves(row[None])))[0])
 
     def call_seconds(self, options: Sequence[Sequence[Option]]) -> dict[int, float]:
         """Seconds of all calls by number."""
@@ -258,18 +258,21 @@ class Partition:
         return max(least, period_s(self.played(took, row)))
 
     def played(self, took: Mapping[int, float], row: np.ndarray) -> list[Played]:
-        """The timeline of one plan."""
+        """The timeline of one plan; on shared cores with the iterations after it in their way."""
         names, grants, moved_s = self.names, self.pools.grants, self.terms.transfer_s
         counts = {n: tuple(grants.counts[g].tolist()) for n, g in zip(names, row, strict=True)}
-        return play(
+        beyond = 2 if self.terms.shares > 1 and not self.terms.joined else 0
+        found = play(
             self.terms.problem,
             {role: n for n, roles in zip(names, self.sets, strict=True) for role in roles},
             took,
             transfer_s=moved_s and (lambda call, a, b: moved_s(call, counts[a], counts[b])),
+            iterations=ITERATIONS + beyond,
             joined=self.terms.joined,
             devices={name: sum(count) for name, count in counts.items()},
             shares=self.terms.shares,
         )
+        return [one for one in found if one.iteration < ITERATIONS]
 
     def _moves(self, rows: np.ndarray) -> dict[tuple[int, int], np.ndarray]:
         """Seconds of columns that cross pools, by calls."""

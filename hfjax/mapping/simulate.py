@@ -196,12 +196,17 @@ def d_cost(
 
 
 def idle_shares(played: Sequence[Played]) -> dict[str, float]:
-    """The share of an iteration in which a pool runs nothing, between first and last iteration."""
-    ends = sorted(
-        max(one.end_s for one in played if one.iteration == k)
-        for k in {one.iteration for one in played}
-    )
-    begin, end = (ends[0], ends[-1]) if len(ends) > 1 else (0.0, ends[-1])
+    """The share of time in which a pool runs nothing, from the second iteration to the last.
+
+    Between their beginnings, so that what overlaps from the iterations beside them is there.
+    """
+    begins: dict[int, float] = {}
+    for one in played:
+        begins[one.iteration] = min(begins.get(one.iteration, math.inf), one.start_s)
+    if len(begins) > 2:
+        begin, end = begins[min(begins) + 1], begins[max(begins)]
+    else:
+        begin, end = 0.0, max(one.end_s for one in played)
     found: dict[str, float] = {}
     for pool in dict.fromkeys(one.pool for one in played if one.pool != CONTROLLER):
         cut = [

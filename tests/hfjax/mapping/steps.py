@@ -73,7 +73,7 @@ Options = Callable[[str, Any, int], Sequence[Option]]
 
 
 def random_options(problem: Problem, random: Random, most: int = 4) -> Options:
-    """Up to `most` options a role and count: seconds in sixteenths, memory in whole GB."""
+    """Up to `most` options a role and count: seconds whole in binary, memory in whole GB."""
     made: dict[tuple[str, str, int], tuple[Option, ...]] = {}
 
     def options(role: str, device: Any, n: int) -> Sequence[Option]:
@@ -84,7 +84,7 @@ def random_options(problem: Problem, random: Random, most: int = 4) -> Options:
                     train=MeshShape(data=n),
                     infer=random.choice([None, None, MeshShape(data=n)]),
                     seconds={
-                        call.number: random.randint(4, 64) / 16 + 8 / n
+                        call.number: (random.randint(64, 1024) + 2048 // n) / 256
                         for call in problem.of(role)
                     },
                     resident_bytes=random.randint(5, 90) * GB // n,
