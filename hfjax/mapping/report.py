@@ -113,7 +113,7 @@ def objectives_text(founds: Mapping[str, Found | ValueError]) -> str:
     rows = [("objective", "chose", "seconds a step", "d_cost", "priced of", "searched s")]
     for name, found in founds.items():
         if isinstance(found, ValueError):
-            rows.append((name, "nothing fits", *("-",) * 4))
+            rows.append((name, "nothing fits", "-", "-", "-", "-"))
             continue
         best = found.best
         pools = " | ".join(f"{' '.join(pool.roles)} on {sum(pool.devices)}" for pool in best.pools)
