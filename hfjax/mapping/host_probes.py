@@ -166,13 +166,14 @@ class Probe:
         return {"bytes": 2 * (size // 4) * self.dtype.itemsize, "seconds": self.one(run)}
 
     def host(self) -> Row:
-        """Seconds of the second largest array to host memory and back."""
-        mesh, size = self.mesh(), self.size.copies[-2]
+        """Seconds of the largest array to host memory and back."""
+        mesh, size = self.mesh(), self.size.copies[-1]
         run = Chain(_there_and_back, self.array(mesh, (size // self.dtype.itemsize,)))
         return {"bytes": 2 * size, "seconds": self.one(run)}
 
     def one(self, run: Callable[[], Any]) -> float:
-        return medians([run], self.size.rounds)[0]
+        """Of few rounds: new memory is slow."""
+        return medians([run], min(3, self.size.rounds))[0]
 
     def collectives(self, kind: str, group: int) -> list[Row]:
         """Seconds of a collective in every group of this size, for each size of a message."""
