@@ -100,6 +100,10 @@ class Replicas:
         """
         return params if self._same else self._as_weights(params)
 
+    def lowered(self, params: Params) -> jax.stages.Lowered | None:
+        """The program of `weights`, for a meter; None where they are the same arrays."""
+        return None if self._same else self._as_weights.lower(params)
+
     def run(self, rows: int, micros: int = 1) -> Run:
         """How the model's forward pass of `rows` rows runs, over stacked weights.
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic device mapping (HybridFlow §6): what a placement costs, which is best, and its proof."""
+"""Automatic device mapping (HybridFlow §6): what placements cost, the best, and its proof."""

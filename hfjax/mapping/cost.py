@@ -28,7 +28,7 @@ NORM_COPIES = 10  # values of model width a layer reads and writes beside its pr
 SCORE_COPIES = 6  # float32 reads and writes of attention scores that reach memory
 LOGIT_COPIES = 3  # float32 reads and writes of logits on the way to log-probs
 BACKWARD = 2  # a backward pass takes two forward passes
-GRADIENT_HOPS = {"all-reduce": 2}  # rounds of a ring; others have one
+ROUNDS = {"all-reduce": 2, "collective-permute": 0}  # of a ring; others have one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,14 @@ class Engine:
         network_bytes_s = device.network_bytes_s * device.network_share
         return device.network_latency_s + max(link_s, move.bytes_received * rings / network_bytes_s)
 
-    def launch_s(self, moves: Iterable[Move], layers: float, passes: float) -> float:
-        """Seconds in which the engine only asks for work: passes, layers of each, collectives."""
-        profile = self.profile
-        hops = sum(m.times * GRADIENT_HOPS.get(m.kind, 1) * (m.group - 1) for m in moves)
-        return passes * (profile.step_s + layers * profile.layer_s) + hops * profile.collective_s
+    def launch_s(self, layers: float) -> float:
+        """Seconds in which a pass through so many layers is asked for, and no device works."""
+        return self.profile.step_s + layers * self.profile.layer_s
+
+    def hops_s(self, moves: Iterable[Move]) -> float:
+        """The same of collectives: an all-reduce goes round a ring twice, a permute is one hop."""
+        hops = sum(m.times * max(1, ROUNDS.get(m.kind, 1) * (m.group - 1)) for m in moves)
+        return hops * self.profile.collective_s
 
 
 def neighbours(shape: MeshShape, axes: Sequence[str], node: int) -> int:
@@ -124,24 +127,22 @@ def infer_s(
     mine = replica_rows(rows, shape)
     micro = min(micro or mine, mine)
     p, t = shape.pipe, shape.tensor
-    micros = math.ceil(mine / micro)
-    ticks = micros + p - 1
-    product, copies = layer_s(engine, cfg, t, micro, tokens, sequence=sequence)
+    passes = math.ceil(mine / micro)
+    options = {"zero": zero, "sequence_parallel": sequence, "itemsize": engine.itemsize}
+    moves = forward_traffic(cfg, head, shape, rows=micro, tokens=tokens, **options)
+    moved, hops = engine.moved_s(moves, shape), engine.hops_s(moves)
+    parts = math.gcd(p, micro)  # micro-batches that a pass is cut into
+    ticks = passes * (parts + p - 1)
+    if engine.profile.megatron:
+        moved, hops = (x * (passes * parts + p - 1) / ticks for x in (moved, hops))
+        ticks = passes * parts + p - 1
+    product, copies = layer_s(engine, cfg, t, micro / parts, tokens, sequence=sequence)
     stage = cfg.layers / p
-    head_time = head_s(engine, cfg, head, t, micro * tokens / p) * micros
-    moves = forward_traffic(
-        cfg,
-        head,
-        shape,
-        zero=zero,
-        sequence_parallel=sequence,
-        rows=micro,
-        tokens=tokens,
-        micros=micros,
-        itemsize=engine.itemsize,
-    )
-    busy = ticks * stage * (product + copies) + head_time + engine.moved_s(moves, shape)
-    return max(busy, engine.launch_s(moves, stage, ticks))
+    heads = passes * head_s(engine, cfg, head, t, micro * tokens / p)
+    if engine.profile.megatron:
+        heads = ticks * head_s(engine, cfg, head, t, micro / parts * tokens)
+    busy = ticks * stage * (product + copies) + heads + passes * moved
+    return max(busy, ticks * engine.launch_s(stage) + passes * hops)
 
 
 def update_s(
@@ -165,10 +166,13 @@ def update_s(
     ticks = micros + p - 1
     product, copies = layer_s(engine, cfg, t, micro, tokens, sequence=sequence)
     again = {"none": 0.0, "layer": product + copies, "dots": copies}[remat]
+    if p > 1 and not engine.profile.megatron:
+        again += product + copies
     stage = cfg.layers / p
     layers = ticks * stage * ((1 + BACKWARD) * (product + copies) + again)
-    heads = (1 + BACKWARD) * micros * head_s(engine, cfg, head, t, micro * tokens / p)
-    moves = update_traffic(
+    share, turns = (1, ticks) if engine.profile.megatron else (p, micros)
+    heads = (1 + BACKWARD) * turns * head_s(engine, cfg, head, t, micro * tokens / share)
+    programs = update_traffic(
         cfg,
         head,
         shape,
@@ -180,11 +184,12 @@ def update_s(
         remat=remat,
         itemsize=engine.itemsize,
     )
+    moves = [move for program in programs.values() for move in program]
     states = parameters(cfg, head) / (p * t * shape.fsdp)
     optimizer = engine.device.copy_s(OPTIMIZER_BYTES * states)
-    passes = ticks * (1 + BACKWARD + (remat == "layer"))
-    busy = layers + heads + engine.moved_s(moves, shape)
-    return max(busy, engine.launch_s(moves, stage, passes)) + optimizer
+    passes = ticks * (1 + BACKWARD + (again > 0))
+    launch = passes * engine.launch_s(stage) + engine.hops_s(moves)
+    return max(layers + heads + engine.moved_s(moves, shape), launch) + optimizer
 
 
 def generate_s(
@@ -197,19 +202,15 @@ def generate_s(
     prompt_tokens: int,
     response_tokens: int,
     waves: int = 1,
-    kv_cache: bool = True,
 ) -> float:
-    """Seconds of a generation, rows in `waves` that fill the KV cache; `shape` is generation's.
-
-    Without a cache each token is a forward pass over all before it.
-    """
+    """Seconds of a generation, rows in `waves` that fill the KV cache; `shape` is generation's."""
     p, t = shape.pipe, shape.tensor
     replicas = shape.devices // (p * t)
     mine = math.ceil(prompts / replicas / waves)
     rows = mine * n
     micro = math.ceil(rows / p)  # a stage works on one of p parts at a time
     prefill = _prefill_s(engine, cfg, shape, mine, prompt_tokens)
-    if not kv_cache:
+    if not engine.profile.kv_cache:
         return waves * _recomputed_s(engine, cfg, shape, rows, prompt_tokens, response_tokens)
     device, stage = engine.device, cfg.layers / p
     moves = decode_traffic(cfg, shape, rows=rows, itemsize=engine.itemsize)
@@ -220,7 +221,7 @@ def generate_s(
     fixed = max(p * device.copy_s(weights), ops) + logits + engine.moved_s(moves, shape)
     slope = rows * kv_token_bytes(cfg, t, p, engine.itemsize)
     slope /= device.memory_bytes_s * device.copy[-1][1]
-    launch = engine.launch_s(moves, stage, p)
+    launch = p * engine.launch_s(stage) + engine.hops_s(moves)
     first, last = prompt_tokens, prompt_tokens + response_tokens
     return waves * (prefill + _longer_s(fixed, slope, launch, first, last))
 
@@ -241,7 +242,7 @@ def _prefill_s(
     product, copies = layer_s(engine, cfg, t, micro, tokens)
     moves = prefill_traffic(cfg, shape, rows=prompts, tokens=tokens, itemsize=engine.itemsize)
     busy = ticks * cfg.layers / p * (product + copies) + engine.moved_s(moves, shape)
-    return max(busy, engine.launch_s(moves, cfg.layers / p, ticks))
+    return max(busy, ticks * engine.launch_s(cfg.layers / p) + engine.hops_s(moves))
 
 
 def _recomputed_s(
@@ -263,11 +264,11 @@ def relay_s(
 ) -> float:
     """Seconds from training's layout to generation's; `shape` has all six axes."""
     moves = relay_traffic(cfg, shape, relay=relay, zero=zero, itemsize=engine.itemsize)
-    return engine.moved_s(moves, shape) + engine.launch_s(moves, 0, 0)
+    return engine.moved_s(moves, shape) + engine.hops_s(moves)
 
 
 def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receivers: int) -> float:
-    """Seconds in which a pool's weights reach `copies` in another: each machine's network shared."""
+    """Seconds in which a pool's weights reach `copies` in another, machines sharing networks."""
     device, whole = engine.device, parameters(cfg, "lm") * engine.itemsize
     machines = [math.ceil(n / device.node) for n in (senders, receivers)]
     slowest = max(whole / machines[0], whole * copies / machines[1])
@@ -290,5 +291,3 @@ def kv_token_bytes(cfg: ModelConfig, t: int, p: int, itemsize: int) -> float:
     """Bytes a device holds of one token's keys and values; heads fewer than t are copied."""
     shards = math.gcd(cfg.kv_heads, t)
     return 2 * cfg.layers / p * cfg.kv_heads / shards * cfg.head_dim * itemsize
-
-

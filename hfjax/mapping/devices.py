@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerators and engine profiles, read from TOML; what a pool of devices is capable of."""
 
+import itertools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,9 @@ class Profile:
     step_s: float  # a pass of one stage: of a token, of a micro-batch
     layer_s: float  # launches of a layer: it takes no less
     collective_s: float  # a hop of a ring
-    holds_copies: bool = False  # computing weights and gradients stay between calls
+    megatron: bool = False  # pipelines and memory as Megatron has them
+    kv_cache: bool = True  # without one a token takes a pass over all before it
+    waves: bool = False  # rows that the KV cache has no room for wait for their turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class Device:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
+            if type(value) in (int, float) and not 0 < value < math.inf:
                 raise ValueError(f"device {self.name}: {field.name} = {value!r}: must be above 0")
 
     def __hash__(self) -> int:
@@ -75,7 +78,7 @@ def on_curve(curve: Curve, size: float) -> float:
     """A curve's value, log-log between its points and flat outside."""
     if size <= curve[0][0]:
         return curve[0][1]
-    for (low, a), (high, b) in zip(curve, curve[1:], strict=False):
+    for (low, a), (high, b) in itertools.pairwise(curve):
         if size < high:
             part = math.log(size / low) / math.log(high / low)
             return a * (b / a) ** part

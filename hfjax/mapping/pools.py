@@ -83,7 +83,7 @@ class Pools:
             device = self.grants.device(grant)
             found = self._options(role, device, n)
             if self._one_layout:
-                found = [option for option in found if option.infer is None]
+                found = [o for o in found if o.train is None or o.infer is None]
             scale = n / device.shares if self._alone else 1.0
             self._menus[key] = self._menu(role, found, scale, self.room[grant])
         return self._menus[key]

@@ -24,7 +24,7 @@ from hfjax.mapping.prices import Objective, Partition, Priced, Terms, Transfer
 from hfjax.mapping.simulate import Played, d_cost
 from hfjax.mapping.work import Option, Problem
 
-USABLE = 0.9  # of a device's memory; the rest is the runtime's and fragments
+USABLE = 0.9
 FURTHER = 256  # devices up to which a placement that fits is looked for
 BATCH = 16, 8, 4096  # plans priced at once: at first, growing by, at most
 Key = tuple[float, int, int, int, int, float]  # value, pools, devices, partition, row, busy seconds
@@ -140,6 +140,12 @@ def search(
     plans = tuple(best.plan() for best in kept)
     took = time.perf_counter() - began
     return Found(objective, plans, tuple(rejected), hunt.pairs, hunt.priced, took)
+
+
+def needs_of(problem: Problem, cluster: Cluster, options: Options) -> Needs:
+    """How many devices of the cluster's kind would do."""
+    pools = Pools(problem, Grants(cluster), options, usable=USABLE)
+    return Needs(problem, cluster, options, pools, USABLE, FURTHER)
 
 
 def enum_alloc(grants: Grants, pools: int, *, every: bool) -> Iterator[np.ndarray]:

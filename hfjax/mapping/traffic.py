@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each of our programs moves: collectives a device, by arithmetic alone.
 
-Derived from the compiled programs and held to them by the tests. `rows` are those of one replica
-(of its micro-batch). A MeshShape has its six axes, as RolePlacement.mesh_shape gives it.
+The formulas are read off the compiled programs, and held to them by tests and by
+`python -m benchmarks.mapping compiled`. `rows` are those of one replica. A MeshShape has its six
+axes, as RolePlacement.mesh_shape gives it. What is smaller than the activations of a token is left
+out: the statistics of a softmax, the norm of a gradient, the tokens that were drawn.
 """
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hfjax.engine.meter import RECEIVED
 from hfjax.engine.pipeline import STAGES
 from hfjax.mapping.memory import CHUNK, F32, Leaf, layouts, leaves, shard_size
 from hfjax.models.llama import Head, ModelConfig
-from meshes.layouts import BATCH, DS_CHAT, EMBED, HYBRID, LAYERS, Layout, kept_axes, zero_axes
-from meshes.mesh import TENSOR, TENSOR_MICRO, MeshShape
-
-GATHER, SCATTER, REDUCE, PERMUTE = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "collective-permute",
+from meshes.layouts import (
+    BATCH,
+    EMBED,
+    HEADS,
+    HYBRID,
+    HYBRID_V,
+    Layout,
+    divisors,
+    kept_axes,
+    zero_axes,
 )
+from meshes.mesh import AXES, MeshShape
+
+GATHER = "all-gather"
+SCATTER = "reduce-scatter"
+REDUCE = "all-reduce"
+PERMUTE = "collective-permute"
 
 
 @dataclass(frozen=True)
@@ -28,9 +39,9 @@ class Move:
     """One collective, and how often it runs."""
 
     kind: str  # as hfjax.engine.meter names it
-    axes: tuple[str, ...]  # of the mesh
+    axes: tuple[str, ...]  # of the mesh, those of more than one device
     group: int  # devices
-    bytes_received: float  # a device and execution, by ring algorithms
+    bytes_received: float  # by a device, an execution
     times: int = 1
 
     @property
@@ -59,7 +70,8 @@ def forward_traffic(
     itemsize: int = 2,
 ) -> Moves:
     """A scoring pass over `rows` rows a replica."""
-    return _Pass(cfg, head, shape, zero, relay, sequence_parallel, itemsize).scoring(rows, tokens)
+    run = _Training(cfg, head, shape, zero, relay, itemsize, sequence_parallel)
+    return run.scoring(rows, tokens)
 
 
 def update_traffic(
@@ -77,8 +89,9 @@ def update_traffic(
     itemsize: int = 2,
 ) -> dict[str, Moves]:
     """An optimizer update from `micros` micro-batches of `rows` rows a replica, by program."""
-    run = _Pass(cfg, head, shape, zero, relay, sequence_parallel, itemsize)
+    run = _Training(cfg, head, shape, zero, relay, itemsize, sequence_parallel)
     return {
+        "weights": run.gathered_once(),
         "accumulate": run.accumulate(rows, tokens, micros, remat),
         "reduce": run.reduce(),
         "apply": (),
@@ -88,15 +101,18 @@ def update_traffic(
 def relay_traffic(
     cfg: ModelConfig, shape: MeshShape, *, zero: int = 3, relay: str = HYBRID, itemsize: int = 2
 ) -> Moves:
-    """Weights from training to generation."""
+    """Weights from training to generation on one mesh.
+
+    Of hybrid-v-permute, whose way the compiler finds, what hybrid-v would move.
+    """
     before, _, after = layouts(cfg, shape, zero, relay)
-    moves = []
+    found = _Moves(shape)
     for leaf in leaves(cfg, "lm"):
         size = itemsize * shard_size(leaf, before, shape)
-        for axes in _gathers(leaf, before, after, shape):
+        for axes in _gathers(leaf, before, after, shape, whole=relay == HYBRID_V):
             size *= shape.over(axes)
-            moves.append(_move(GATHER, axes, shape, size))
-    return tuple(moves)
+            found.add(GATHER, axes, size)
+    return found.all
 
 
 def prefill_traffic(
@@ -109,159 +125,226 @@ def prefill_traffic(
     itemsize: int = 2,
 ) -> Moves:
     """Prompts of `rows` rows a replica of generation, and their first token."""
-    return _generation(cfg, shape, rows, tokens, relay, itemsize)
+    micros, stages = _micros(shape, rows, relay), shape.over(kept_axes(relay)[:1])
+    return _generation(cfg, shape, rows // micros * tokens, micros + stages - 1, relay, itemsize)
 
 
 def decode_traffic(
-    cfg: ModelConfig, shape: MeshShape, *, rows: int, relay: str = HYBRID, itemsize: int = 2
+    cfg: ModelConfig,
+    shape: MeshShape,
+    *,
+    rows: int,
+    n: int = 1,
+    relay: str = HYBRID,
+    itemsize: int = 2,
 ) -> Moves:
-    """One token of `rows` rows a replica of generation."""
-    return _generation(cfg, shape, rows, 1, relay, itemsize)
+    """One token of all n responses to `rows` prompts a replica of generation."""
+    micros, ticks = _micros(shape, rows, relay), decode_ticks(shape, rows, relay)
+    return _generation(cfg, shape, rows // micros * n, ticks, relay, itemsize)
+
+
+def decode_ticks(shape: MeshShape, rows: int, relay: str = HYBRID) -> int:
+    """Passes through a stage that a token of every row takes; 1 without stages."""
+    return max(_micros(shape, rows, relay), shape.over(kept_axes(relay)[:1]))
+
+
+def _micros(shape: MeshShape, rows: int, relay: str) -> int:
+    """Micro-batches that follow one another through generation's stages."""
+    stages = shape.over(kept_axes(relay)[:1])
+    return divisors(rows, most=stages)[-1] if stages > 1 else 1
 
 
 def _generation(
-    cfg: ModelConfig, shape: MeshShape, rows: int, tokens: int, relay: str, itemsize: int
+    cfg: ModelConfig, shape: MeshShape, tokens: int, ticks: int, relay: str, itemsize: int
 ) -> Moves:
+    """`ticks` passes of `tokens` tokens through the layers of a stage, all of them without."""
     pipe, tensor = ((axis,) for axis in kept_axes(relay))
-    x = rows * tokens * cfg.embed * itemsize
+    x = tokens * cfg.embed * itemsize
+    found = _Moves(shape)
     layers = cfg.layers // shape.over(pipe)
-    moves = []
-    if shape.over(tensor) > 1:
-        moves.append(_move(REDUCE, tensor, shape, x, 2 * layers + 1))
-    if shape.over(pipe) > 1:
-        moves.append(_move(PERMUTE, pipe, shape, x))
-    return tuple(moves)
+    found.add(REDUCE, tensor, x, (2 * layers + 1) * ticks)  # the embedding's too
+    found.add(PERMUTE, pipe, x, ticks)
+    return found.all
 
 
-def _move(
-    kind: str, axes: tuple[str, ...], shape: MeshShape, result_bytes: float, times: int = 1
-) -> Move:
-    group = shape.over(axes)
-    received = RECEIVED[kind](result_bytes, group)  # pyright: ignore
-    axes = tuple(axis for axis in axes if shape.over((axis,)) > 1)
-    return Move(kind, axes, group, received, times)
+def _gathers(
+    leaf: Leaf, before: Layout, after: Layout, shape: MeshShape, *, whole: bool
+) -> list[tuple[str, ...]]:
+    """Axes of each gather of a parameter, as hfjax.engine.hybrid makes them."""
+
+    def real(layout: Layout, axis: str | None) -> tuple[str, ...]:
+        axes = layout.mesh_axes(axis) if axis else ()
+        return tuple(a for a in axes if shape.over((a,)) > 1)
+
+    pairs = [(real(before, axis), real(after, axis)) for axis in leaf.axes]
+    left = [b[len(a) :] if b[: len(a)] == a and not whole else b for b, a in pairs]
+    return sorted((axes for axes in left if axes), key=lambda axes: AXES.index(axes[0]))
 
 
-def _gathers(leaf: Leaf, before: Layout, after: Layout, shape: MeshShape) -> list[tuple[str, ...]]:
-    found = []
-    for axis in leaf.axes:
-        if axis is None:
-            continue
-        b, a = before.mesh_axes(axis), after.mesh_axes(axis)
-        left = tuple(x for x in b if x not in a and shape.over((x,)) > 1)
-        if left:
-            found.append(left)
-    return found
+@dataclass
+class _Moves:
+    """Collects moves; those of one device are none."""
+
+    shape: MeshShape
+    found: list[Move] = field(default_factory=list)
+
+    @property
+    def all(self) -> Moves:
+        return tuple(self.found)
+
+    def add(self, kind: str, axes: tuple[str, ...], result_bytes: float, times: int = 1) -> None:
+        group = self.shape.over(axes)
+        if group > 1 and times:
+            axes = tuple(axis for axis in axes if self.shape.over((axis,)) > 1)
+            received = RECEIVED[kind](int(result_bytes), group)
+            self.found.append(Move(kind, axes, group, received, times))
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _Training:
+    """Training and scoring of one model in one layout."""
+
     cfg: ModelConfig
     head: Head
     shape: MeshShape
     zero: int
     relay: str
-    sequence_parallel: bool
     itemsize: int
+    sequence_parallel: bool
 
     @property
-    def layouts(self) -> tuple[Layout, Layout, Layout]:
-        return layouts(self.cfg, self.shape, self.zero, self.relay)
+    def weights(self) -> Layout:
+        return layouts(self.cfg, self.shape, self.zero, self.relay)[0]
+
+    @property
+    def state(self) -> Layout:
+        return layouts(self.cfg, self.shape, self.zero, self.relay)[1]
 
     @property
     def tensor(self) -> tuple[str, ...]:
-        return () if self.relay == DS_CHAT else (TENSOR, TENSOR_MICRO)
+        return self.weights.mesh_axes(HEADS)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Axes of ZeRO, where they shard anything."""
+        axes = zero_axes(self.relay)
+        return axes if self.shape.over(axes) > 1 else ()
 
     @property
     def stages(self) -> int:
         return self.shape.over(STAGES)
 
-    @property
-    def gathers(self) -> bool:
-        return self.zero == 3 and self.shape.over(zero_axes(self.relay)) > 1
-
     def scoring(self, rows: int, tokens: int) -> Moves:
-        p = self.stages
-        micros = _gcd(p, rows)
-        return self._layers(rows, tokens, micros, 1, 2, 0) + self._pipe(rows, tokens, micros, 1)
+        micros = math.gcd(self.stages, rows)
+        found = _Moves(self.shape)
+        self._weights_gathered(found, self._ticks(micros))
+        self._activations(found, rows // micros, micros, tokens, 2 * self._ticks(micros))
+        self._between_stages(found, rows // micros, micros, tokens)
+        return found.all
 
     def accumulate(self, rows: int, tokens: int, micros: int, remat: str) -> Moves:
-        times = 2 if remat == "layer" or self.gathers else 1
-        reduces = {"layer": 3, "dots": 2, "none": 2}[remat] + 5
-        if self.stages > 1:
-            times, reduces = times + 1, reduces + 2
-            moves = self._layers(rows * micros, tokens, micros, times, reduces, 1)
-            return moves + self._pipe(rows * micros, tokens, micros, 2)
-        return self._layers(rows, tokens, 1, times, reduces, 1) * micros
+        found = _Moves(self.shape)
+        staged, again = self.stages > 1, remat == "layer"
+        ticks = self._ticks(micros) if staged else micros
+        # forward, once more of a whole stage, once more of each layer, and back
+        passes = 1 + staged + (again or bool(self.shards))
+        reduces = 2 + 2 * staged + again + 5
+        self._weights_gathered(found, passes * ticks)
+        self._gradients_scattered(found, ticks, micros)
+        each = (rows, micros) if staged else (rows, 1)
+        times = 1 if staged else micros
+        self._activations(found, *each, tokens, reduces * ticks // times, times, backward=True)
+        self._between_stages(found, rows, micros, tokens, backward=True)
+        return found.all
+
+    def gathered_once(self) -> Moves:
+        """What an update computes with, from the master weights (ZeRO-1 and 2)."""
+        found = _Moves(self.shape)
+        if self.zero < 3:
+            for leaf in self._sharded():
+                found.add(GATHER, self.shards, self.itemsize * self._whole(leaf))
+        return found.all
 
     def reduce(self) -> Moves:
-        weights, state, _ = self.layouts
-        batch, zero = weights.mesh_axes(BATCH), zero_axes(self.relay)
-        moves = []
+        """Gradients over the replicas, and over the stages what each of them has a copy of."""
+        found = _Moves(self.shape)
+        batch = self.weights.mesh_axes(BATCH)
         for leaf in leaves(self.cfg, self.head):
-            size = F32 * shard_size(leaf, weights, self.shape)
-            across = () if leaf.axes[:1] == (LAYERS,) or self.stages == 1 else STAGES
-            held = F32 * shard_size(leaf, state, self.shape)
-            sharded = EMBED in leaf.axes and self.shape.over(zero) > 1
-            if sharded and self.zero == 1:
-                moves.append(_move(SCATTER, zero, self.shape, held))
-            size = held if sharded else size
-            over = tuple(a for a in batch if not sharded or a not in zero)
-            moves.append(_move(REDUCE, (*over, *across), self.shape, size))
-        return tuple(move for move in moves if move.group > 1)
+            held = F32 * shard_size(leaf, self.state, self.shape)
+            sharded = self.shards if EMBED in leaf.axes else ()
+            if self.zero == 1:
+                found.add(SCATTER, sharded, held)
+            across = () if leaf.stacked else STAGES
+            rest = tuple(axis for axis in batch if axis not in sharded)
+            found.add(REDUCE, (*rest, *across), held)
+        return found.all
 
-    def _layers(
-        self, rows: int, tokens: int, micros: int, gathers: int, reduces: int, backward: int
-    ) -> Moves:
-        cfg, shape, p = self.cfg, self.shape, self.stages
-        ticks = micros + p - 1 if p > 1 else 1
-        layers = cfg.layers // p * ticks
-        x = rows // micros * tokens * cfg.embed * self.itemsize
-        outside = -(-rows // p) * tokens * cfg.embed
-        moves = []
-        if shape.over(self.tensor) > 1:
-            moves.append(_move(REDUCE, self.tensor, shape, x, reduces * layers))
-            moves.append(_move(REDUCE, self.tensor, shape, outside * self.itemsize))
-            if backward and self.head == "lm":
-                moves.append(_move(REDUCE, self.tensor, shape, outside * F32))
-        if self.gathers:
-            zero = zero_axes(self.relay)
-            for leaf in leaves(cfg, self.head):
-                if EMBED not in leaf.axes:
-                    continue
-                times = layers if leaf.stacked else 1
-                n = cfg.layers // p if leaf.stacked else 1
-                shard = shard_size(leaf, self.layouts[0], shape) // n
-                whole = shard * shape.over(zero) * self.itemsize
-                moves.append(
-                    _move(GATHER, zero, shape, whole, times * (gathers if leaf.stacked else 1))
-                )
-                if backward:
-                    moves.append(_move(SCATTER, zero, shape, shard * F32, times))
-        elif backward and self.zero == 2 and shape.over(zero_axes(self.relay)) > 1:
-            state = self.layouts[1]
-            for leaf in leaves(cfg, self.head):
-                if EMBED in leaf.axes:
-                    held = F32 * shard_size(leaf, state, shape)
-                    moves.append(_move(SCATTER, zero_axes(self.relay), shape, held))
-        return tuple(moves)
+    def _ticks(self, micros: int) -> int:
+        return micros + self.stages - 1
 
-    def _pipe(self, rows: int, tokens: int, micros: int, passes: int) -> Moves:
-        p = self.stages
-        if p == 1:
-            return ()
-        x = rows * tokens * self.cfg.embed * self.itemsize
-        return (
-            _move(GATHER, STAGES, self.shape, x, passes),
-            _move(SCATTER, STAGES, self.shape, x / p, passes),
-            _move(PERMUTE, STAGES, self.shape, x / micros, passes * (micros + p - 1)),
-        )
+    def _sharded(self) -> list[Leaf]:
+        """Parameters that ZeRO shards."""
+        found = leaves(self.cfg, self.head) if self.shards else ()
+        return [leaf for leaf in found if EMBED in leaf.axes]
 
+    def _whole(self, leaf: Leaf) -> int:
+        """Elements of a device's part when ZeRO's shards are gathered."""
+        return shard_size(leaf, self.state, self.shape) * self.shape.over(self.shards)
 
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+    def _one(self, leaf: Leaf) -> int:
+        """Layers of a stage, whose parameters move one after another; 1 of other parameters."""
+        return self.cfg.layers // self.stages if leaf.stacked else 1
 
+    def _weights_gathered(self, found: _Moves, times: int) -> None:
+        """ZeRO-3: a layer's weights `times` times; the others once, the compiler keeps them."""
+        for leaf in self._sharded() if self.zero == 3 else ():
+            layers, size = self._one(leaf), self.itemsize * self._whole(leaf)
+            runs = layers * times if leaf.stacked else 1
+            found.add(GATHER, self.shards, size / layers, runs)
 
-__all__ = ["CHUNK", "Move"]
+    def _gradients_scattered(self, found: _Moves, ticks: int, micros: int) -> None:
+        """ZeRO-3 layer by layer, the others each micro-batch; a pipeline's come at its end."""
+        at_end = 1 if self.stages > 1 else micros
+        for leaf in self._sharded() if self.zero > 1 else ():
+            held = F32 * shard_size(leaf, self.state, self.shape)
+            if self.zero == 3 and leaf.stacked:
+                found.add(SCATTER, self.shards, held / self._one(leaf), self._one(leaf) * ticks)
+            else:
+                found.add(SCATTER, self.shards, held, at_end)
+
+    def _activations(
+        self,
+        found: _Moves,
+        rows: int,
+        micros: int,
+        tokens: int,
+        reduces: int,
+        times: int = 1,
+        *,
+        backward: bool = False,
+    ) -> None:
+        """Partial sums over `tensor`: `reduces` times a layer, of the embedding and the logits."""
+        width, tensor = self.cfg.embed, self.tensor
+        x = rows * tokens * width * self.itemsize
+        found.add(REDUCE, tensor, x, times * reduces * self.cfg.layers // self.stages)
+        part = -(-rows * micros // self.stages) * width
+        found.add(REDUCE, tensor, part * tokens * self.itemsize, times)
+        if backward and self.head == "lm":
+            chunk = min(CHUNK, tokens)
+            found.add(REDUCE, tensor, part * chunk * F32, times * -(-tokens // chunk))
+
+    def _between_stages(
+        self, found: _Moves, rows: int, micros: int, tokens: int, *, backward: bool = False
+    ) -> None:
+        """Rows to the pipeline, from stage to stage, and back to all stages."""
+        if self.stages == 1:
+            return
+        passes, ticks = 1 + backward, self._ticks(micros)
+        x = tokens * self.cfg.embed * self.itemsize
+        part = -(-rows * micros // self.stages)
+        found.add(GATHER, STAGES, part * self.stages * x, passes)
+        found.add(SCATTER, STAGES, part * x, passes)
+        found.add(PERMUTE, STAGES, rows * x, passes * ticks)
+        if backward:  # cotangents of what the tensor axes hold copies of
+            found.add(REDUCE, self.tensor, rows * micros * x)
+            found.add(REDUCE, self.tensor, part * x)
