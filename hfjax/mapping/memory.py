@@ -271,11 +271,13 @@ def activation_bytes(
     itemsize: int = 2,
     fused_attention: bool = False,
     backward: bool = True,
+    trained: bool = True,
 ) -> Activations:
     """Temporaries of the program that adds up gradients, or of a scoring pass.
 
     `rows` of one replica's micro-batch, or of its pass; `micros` are in flight in a pipeline. With
-    `fused_attention` a GPU's: no scores, no weights in float32 nor copies of them.
+    `fused_attention` a GPU's: no scores, no weights in float32 nor copies of them. A role that is
+    not `trained` reads weights in the dtype of computation, under ZeRO-3 too.
     """
     weights, state, _ = layouts(cfg, shape, zero, relay)
     p = shape.over(STAGES)
@@ -286,7 +288,7 @@ def activation_bytes(
     if fused_attention:
         size = replace(size, scores=0)
     gathers = zero == 3 and shape.over(zero_axes(relay)) > 1
-    read = F32 if gathers and backward else itemsize
+    read = F32 if gathers and trained else itemsize
     stacked = sum(shard_size(leaf, weights, shape) for leaf in leaves(cfg, head) if leaf.stacked)
     whole = shard_bytes(cfg, head, weights, shape, F32 if gathers else itemsize)
     inside = size.of[remat] * (cfg.layers // p)
@@ -427,20 +429,35 @@ def cast_bytes(
     return itemsize * largest + shard_bytes(cfg, head, state, shape, itemsize)
 
 
+def relay_argument_bytes(
+    cfg: ModelConfig, shape: MeshShape, *, zero: int = 3, relay: str = HYBRID, itemsize: int = 2
+) -> int:
+    """Training weights that a relay reads: those whose layout or dtype changes."""
+    before, _, after = layouts(cfg, shape, zero, relay)
+    read = F32 if reads_master(shape, zero, relay, itemsize) else itemsize
+    return read * sum(
+        shard_size(leaf, before, shape)
+        for leaf in leaves(cfg, "lm")
+        if read != itemsize or _shards(leaf, before, shape) != _shards(leaf, after, shape)
+    )
+
+
+def _shards(leaf: Leaf, layout: Layout, shape: MeshShape) -> list[int]:
+    """Parts of each dimension."""
+    return [shape.over(layout.mesh_axes(axis)) if axis else 1 for axis in leaf.axes]
+
+
 def relay_temporary_bytes(
     cfg: ModelConfig, shape: MeshShape, *, zero: int = 3, relay: str = HYBRID, itemsize: int = 2
 ) -> int:
     """Temporaries of the largest bucket: a gather of any dimension but the first is turned."""
     before, _, after = layouts(cfg, shape, zero, relay)
-    turned = [0]
-    for leaf in leaves(cfg, "lm"):
-        over = [
-            [shape.over(layout.mesh_axes(axis)) if axis else 1 for axis in leaf.axes[1:]]
-            for layout in (before, after)
-        ]
-        if over[0] != over[1]:
-            turned.append(itemsize * shard_size(leaf, after, shape))
-    return max(turned)
+    turned = (
+        shard_size(leaf, after, shape)
+        for leaf in leaves(cfg, "lm")
+        if _shards(leaf, before, shape)[1:] != _shards(leaf, after, shape)[1:]
+    )
+    return itemsize * max(turned, default=0)
 
 
 def pass_rows(rows: int, tokens: int) -> int:

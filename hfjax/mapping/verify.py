@@ -152,38 +152,46 @@ def compiled(job: Job) -> Iterator[Row]:
 def verify(
     jobs: Sequence[Job], memory_bytes: float, *, deadline_s: float = DEADLINE_S
 ) -> list[Row]:
-    """The rows of all `jobs`, compiled in a process of its own.
+    """The rows of all `jobs`, each compiled in a process of its own.
 
     Raises ValueError, with the numbers, where a program does not fit `memory_bytes` of a device.
     """
     rows = [row for job in jobs for row in compile_apart(job, deadline_s)]
-    too_large = [row for row in rows if row.total > memory_bytes]
-    if too_large:
-        raise ValueError(
-            "; ".join(
-                f"{row.program} needs {row.total / 1e9:.2f} GB a device (held beside it "
-                f"{row.beside / 1e9:.2f}, arguments {row.compiled_arguments / 1e9:.2f}, outputs "
-                f"{row.outputs / 1e9:.2f}, temporaries {row.compiled_temporaries / 1e9:.2f}), "
-                f"which has {memory_bytes / 1e9:.2f} GB"
-                for row in too_large
-            )
-        )
+    require_room(rows, memory_bytes)
     return rows
+
+
+def require_room(rows: Sequence[Row], memory_bytes: float) -> None:
+    """Refuses programs that need more of a device than it has, by what was compiled."""
+    refusals = [
+        f"{row.program} needs {row.total / 1e9:.2f} GB a device: arguments "
+        f"{row.compiled_arguments / 1e9:.2f}, outputs {row.outputs / 1e9:.2f}, temporaries "
+        f"{row.compiled_temporaries / 1e9:.2f}, held beside it {row.beside / 1e9:.2f}"
+        for row in rows
+        if row.total > memory_bytes
+    ]
+    if refusals:
+        raise ValueError(f"a device has {memory_bytes / 1e9:.2f} GB; " + "; ".join(refusals))
 
 
 def compile_apart(job: Job, deadline_s: float = DEADLINE_S) -> list[Row]:
     """`compiled` in a process of its own, with as many simulated devices as the job's."""
     devices = job.placement.mesh_shape.devices
     flags = f"--xla_force_host_platform_device_count={devices}"
-    answer = subprocess.run(
-        [sys.executable, "-m", "hfjax.mapping.verify"],
-        input=json.dumps(_spelled(job)),
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "hfjax.mapping.verify"],
+            input=json.dumps(dataclasses.asdict(job)),
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise TimeoutError(
+            f"compiling the programs of {job.placement.role} took more than {deadline_s} s"
+        ) from late
     if answer.returncode:
         raise RuntimeError(f"compiling {job.placement.role}: {answer.stderr[-4000:]}")
     return [Row(**each) for each in json.loads(answer.stdout.splitlines()[-1])]
@@ -295,7 +303,9 @@ def _scoring(job: Job) -> dict[str, Prediction]:
         beside = held.optimizer - (0 if held.weights else held.master)
     ids = run["rows"] * (job.tokens * 4 + 4 * (job.head == "score"))
     moves = traffic.forward_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run, backward=False)
+    active = memory.activation_bytes(
+        cfg, job.head, shape, **run, backward=False, trained=job.micros > 0
+    )
     return {"scoring": Prediction(beside, read + ids, moves, active.total)}
 
 
@@ -326,17 +336,13 @@ def _relay(job: Job, held: memory.Held) -> Prediction:
     place, shape, cfg = job.placement, job.placement.mesh_shape, job.config
     layout: Any = {"zero": place.zero, "relay": place.relay, "itemsize": ITEMSIZE}
     moves = traffic.relay_traffic(cfg, shape, **layout)
-    read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
+    read = memory.relay_argument_bytes(cfg, shape, **layout)
     return Prediction(beside, read, moves, memory.relay_temporary_bytes(cfg, shape, **layout))
 
 
-def _spelled(job: Job) -> dict[str, Any]:
-    """A job as JSON takes it."""
-    return dataclasses.asdict(job)
-
-
 def _read(text: str) -> Job:
+    """A job from JSON."""
     found = json.loads(text)
     config, place = found["config"], found["placement"]
     if config["rope_scaling"]:
