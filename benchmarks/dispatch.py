@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figure14 import host
-from benchmarks.overlap import CONTROLLER, HERE, WARM, Bar, busy_s, read_bars, run, warm_steps
+from benchmarks.overlap import WARM, run, warm_steps
 from hfjax.batch import Batch
 from hfjax.controller.handle import Models, start
 from hfjax.controller.protocol import THREE_D_PROTO, Answer, Shard, method
 from hfjax.controller.worker import RoleContext
+from hfjax.timeline import CONTROLLER, HERE, Bar, busy_s, read_bars
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 

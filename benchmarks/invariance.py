@@ -70,13 +70,21 @@ class Comparison:
 
 
 def one_pool(
-    shape: MeshShape, *, processes: int = 1, generate: MeshShape | None = None, **actor: Any
+    shape: MeshShape,
+    *,
+    processes: int = 1,
+    generate: MeshShape | None = None,
+    infer: MeshShape | None = None,
+    **actor: Any,
 ) -> Placement:
-    """All roles on one mesh; generation keeps `generate` of pipe and tensor, if given."""
-    zero = actor.get("zero", 3)
+    """All roles on one mesh; generation keeps `generate` of pipe and tensor, if given.
+
+    Those that are updated score on the mesh `infer`, if given.
+    """
+    both: dict[str, Any] = {"train": shape, "infer": infer, "zero": actor.pop("zero", 3)}
     roles = {
-        "actor": RolePlacement("actor", "all", train=shape, generate=generate, **actor),
-        "critic": RolePlacement("critic", "all", train=shape, zero=zero),
+        "actor": RolePlacement("actor", "all", generate=generate, **both, **actor),
+        "critic": RolePlacement("critic", "all", **both),
         "reference": RolePlacement("reference", "all", infer=shape),
     }
     return Placement({"all": Pool("all", shape.devices, processes)}, roles, "cpu")
@@ -139,6 +147,9 @@ CASES = {  # runtime:mesh; the first is what the others are compared with
     "local:ds-chat8-generate2": Case(
         "local", one_pool(MeshShape(fsdp=8), generate=TENSOR_2, relay="ds-chat")
     ),
+    "local:pipe3-data2-infer-data6": Case(
+        "local", one_pool(MeshShape(data=2, pipe=3), infer=MeshShape(data=6), generate=ONE)
+    ),
     "local:pools4+4": Case("local", two_pools()),
     "local:pools4+3+1": Case("local", standalone()),
     "local:two-copies4+4": Case("local", two_copies()),
@@ -150,6 +161,9 @@ CASES = {  # runtime:mesh; the first is what the others are compared with
     ),
     "ray:pipe3-fsdp2-in-2": Case(
         "ray", one_pool(MeshShape(fsdp=2, pipe=3), processes=2, generate=ONE)
+    ),
+    "ray:fsdp4-infer-data2-tensor2-in-2": Case(
+        "ray", one_pool(MeshShape(fsdp=4), processes=2, infer=MeshShape(data=2, tensor=2))
     ),
     "ray:pools4+4-in-3": Case("ray", two_pools(processes=2)),
     "ray:two-copies4+4-in-4": Case("ray", two_copies(processes=2)),

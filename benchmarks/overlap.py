@@ -14,18 +14,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 from benchmarks.figure14 import host
+from hfjax.timeline import CONTROLLER, HERE, Bar, picture, read_bars
 
 DEADLINE_S = 1200  # of a run
 WARM = 2  # first steps, which compile
-COLUMNS = 72  # of the picture
 TOLERANCE_S = 1e-4  # of the processes' clocks
-CONTROLLER, DRIVER = "controller", "driver"  # its stages, and the pool of roles beside it
-HERE = (CONTROLLER, DRIVER)  # they have no devices
 PREPARE = {
     "actor.compute_log_prob",
     "critic.compute_values",
@@ -33,40 +30,6 @@ PREPARE = {
     "reward.compute_reward",
 }
 TRAIN = {"critic.update_critic", "actor.update_actor"}
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One call in one process, or a stage of the controller; seconds by the host's clock."""
-
-    name: str
-    pool: str
-    rank: int
-    begin_s: float
-    end_s: float
-    step: int = 0
-
-    def shared_s(self, other: "Bar") -> float:
-        """Seconds in which both run; negative, those between them."""
-        return min(self.end_s, other.end_s) - max(self.begin_s, other.begin_s)
-
-
-def read_bars(path: Path) -> list[Bar]:
-    """The bars of a timeline."""
-    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
-    pools = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
-    return [
-        Bar(
-            e["name"],
-            pools[e["pid"]],
-            e["tid"],
-            e["ts"] / 1e6,
-            (e["ts"] + e["dur"]) / 1e6,
-            e["args"].get("step", 0),
-        )
-        for e in events
-        if e["ph"] == "X"
-    ]
 
 
 def warm_steps(bars: Iterable[Bar]) -> list[list[Bar]]:
@@ -101,32 +64,6 @@ def side_by_side(bars: Sequence[Bar]) -> bool:
     """Whether devices of different pools prepare at the same time, and train at the same time."""
     found = across([bar for bar in bars if bar.pool not in HERE])
     return all(any({*names} <= stage for names in found) for stage in (PREPARE, TRAIN))
-
-
-def busy_s(bars: Iterable[Bar]) -> float:
-    """Seconds in which at least one of the bars runs."""
-    total_s, until_s = 0.0, float("-inf")
-    for bar in sorted(bars, key=lambda bar: bar.begin_s):
-        total_s += max(0.0, bar.end_s - max(bar.begin_s, until_s))
-        until_s = max(until_s, bar.end_s)
-    return total_s
-
-
-def picture(bars: Sequence[Bar]) -> str:
-    """A line a process: letters of its calls, over one step."""
-    begin_s, end_s = min(bar.begin_s for bar in bars), max(bar.end_s for bar in bars)
-    scale = COLUMNS / (end_s - begin_s)
-    names = list(dict.fromkeys(bar.name for bar in sorted(bars, key=lambda bar: bar.begin_s)))
-    letters = dict(zip(names, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
-    lines: dict[tuple[bool, str, int], list[str]] = {}
-    for bar in bars:
-        line = lines.setdefault((bar.pool in HERE, bar.pool, bar.rank), ["."] * COLUMNS)
-        first, last = (int((at - begin_s) * scale) for at in (bar.begin_s, bar.end_s))
-        for column in range(min(first, COLUMNS - 1), min(max(last, first + 1), COLUMNS)):
-            line[column] = letters[bar.name]
-    rows = [f"  {key[1]:>10} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
-    legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
-    return "\n".join([*rows, f"  {(end_s - begin_s) * 1e3:.0f} ms; {legend}"])
 
 
 def run(placement: str, steps: int, out: Path) -> list[float]:

@@ -64,10 +64,13 @@ def main_role(roles: Mapping[str, Any]) -> str:
     return "actor" if "actor" in trained else trained[0]
 
 
-def dataflow(algorithm: ModuleType, settings: Any, scores: Collection[str] = ()) -> list[Node]:
+def dataflow(
+    algorithm: ModuleType, settings: Any, scores: Collection[str] = (), *, agrees: bool = False
+) -> list[Node]:
     """The calls of one step under these settings, from two prompts of two answers each.
 
-    `scores` names the roles whose scores are a function's (reward, cost), not a model's.
+    `scores` names the roles whose scores are a function's (reward, cost), not a model's; where
+    rollout and training agree (`agrees`), the step is one that does not score what was sampled.
     """
     kind = getattr(algorithm, "DATA", PROMPTS)
     example = Example([1, 2, 3], [False, True, True])
@@ -77,7 +80,7 @@ def dataflow(algorithm: ModuleType, settings: Any, scores: Collection[str] = ())
     given = Batch(kind.collate([item, item], 2 // kind.rows))
     functions = {"reward": partial(FunctionReward), "cost": partial(FunctionCost)}
     builders = algorithm.roles(settings) | {role: functions[role] for role in scores}
-    return trace(algorithm.step, builders, settings, given)
+    return trace(algorithm.step, builders, settings, given, agrees=agrees)
 
 
 def config_class(algorithm: ModuleType) -> type:

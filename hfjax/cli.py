@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `hfjax train`, `hfjax graph` and `hfjax export`."""
+"""The command line: `hfjax train`, `plan`, `graph`, `export` and `calibrate`."""
 
 import argparse
 import logging
@@ -12,9 +12,13 @@ from typing import Any
 COMMANDS = {
     "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
     "ALGORITHM is ppo, grpo, dpo, ..., a module or a .py file; train ppo --help lists its settings",
+    "plan": "plan ALGORITHM [--devices 16xa100-80g] [--model llama2-7b] [--KEY VALUE ...]    the "
+    "best placements, without a device; plan ppo --help lists its settings",
     "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
     "waits for",
     "export": "export RUN DIR    the actor (or reward model) of a run, in Hugging Face format",
+    "calibrate": "calibrate [--out FILE.toml] [--name NAME] [--devices N]    times this host, and "
+    "writes it down as a device; N: so many simulated on CPU",
 }
 ALIASES = {"--data": "--data.train", "--eval": "--data.eval"}
 FORM = "write --SECTION.KEY VALUE, and --KEY or --no-KEY for a switch"
@@ -43,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     from hfjax.controller.worker import RoleError
 
     try:
-        {"train": train, "graph": graph, "export": export}[command](rest)
+        commands = {"train": train, "plan": plan, "graph": graph, "export": export}
+        (commands | {"calibrate": calibrate})[command](rest)
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
@@ -79,6 +84,22 @@ def graph(arguments: list[str]) -> None:
     config = parse(module, arguments[1:], "graph")
     scores = [n for n in ("reward", "cost") if getattr(getattr(config, n, None), "function", "")]
     print(text(dataflow(module, config.algorithm, scores)))
+
+
+def plan(arguments: list[str]) -> None:
+    """Prints the best placements of ALGORITHM on devices that need not be here."""
+    import tyro
+
+    from hfjax.algorithm import algorithm_name
+    from hfjax.mapping.plan import plan as planned
+    from hfjax.mapping.plan import plan_class
+
+    module = named_algorithm(arguments)
+    cls = plan_class(module)
+    check_options(cls, arguments[1:])
+    prog = f"hfjax plan {algorithm_name(module)}"
+    conf = (tyro.conf.AvoidSubcommands,)
+    print(planned(module, tyro.cli(cls, prog=prog, args=arguments[1:], config=conf)))
 
 
 def named_algorithm(arguments: list[str]) -> Any:
@@ -166,6 +187,13 @@ def export(arguments: list[str]) -> None:
     if len(arguments) != 2:
         raise ValueError("export takes RUN, a run's directory, and DIR, a new one")
     export_run(*arguments)
+
+
+def calibrate(arguments: list[str]) -> None:
+    """Measures this host and writes its table of devices."""
+    from hfjax.mapping import calibrate as command
+
+    command.main(arguments)
 
 
 if __name__ == "__main__":

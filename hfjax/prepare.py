@@ -258,12 +258,13 @@ def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
     if config.placement:
         placement = load_placement(config.placement, placed)
         for role, place in placement.roles.items():
-            right, wrong = ("infer", "train") if role in frozen else ("train", "infer")
-            if getattr(place, right) is None:
-                does = "only computes" if role in frozen else "is updated"
+            where = f"placement {config.placement}: [{role}]"
+            if role in frozen and place.train:
+                mend = "remove it" if place.infer else "write infer in its place"
+                raise ValueError(f"{where} train: this role only computes; {mend}")
+            if role not in frozen and not place.train:
                 raise ValueError(
-                    f"placement {config.placement}: [{role}] {wrong}: this role {does}; "
-                    f"write {right} in its place"
+                    f"{where} infer: this role is updated; write train in its place, or add it"
                 )
         return placement
     platform, devices = _devices_found(config.runtime)

@@ -6,6 +6,8 @@ holds, on the host) and return an Answer. Names are the paper's (HybridFlow Tabl
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from hfjax.controller.protocol import (
 )
 from hfjax.controller.worker import RoleContext
 from hfjax.engine.checkpoint import restore_role, save_role
-from hfjax.engine.hybrid import Relay, Weights
+from hfjax.engine.hybrid import Moves, Relay, Weights
 from hfjax.engine.microbatch import Stack, cut_micros
 from hfjax.engine.offload import to_device, to_host
 from hfjax.engine.passes import Compute, Passes
@@ -52,23 +54,33 @@ def plan_model(
 ) -> tuple[ModelConfig, Layout, Any, Any]:
     """Configuration, training layout, shapes and axes of a model where it is placed.
 
-    No device is touched. Raises ValueError with the numbers where an axis does not divide.
+    No device is touched. Raises ValueError with the numbers where an axis does not divide, in the
+    layout of its own for scoring too.
     """
-    shape, relay = placement.mesh_shape, placement.relay
+    shape, relay, scoring = placement.mesh_shape, placement.relay, placement.scoring
     config = load_config(model)
-    config = dataclasses.replace(config, vocab_multiple=shape.tensor * shape.tensor_micro)
-    layout = train_layout(
-        shape,
-        kv_heads=config.kv_heads,
-        zero=placement.zero,
-        relay=relay,
-        sequence_parallel=placement.sequence_parallel,
-    )
+    padded_for = (each.tensor * each.tensor_micro for each in (shape, scoring.mesh_shape))
+    config = dataclasses.replace(config, vocab_multiple=math.lcm(*padded_for))
+    layout = base_layout(placement, config)
     shapes, axes = abstract_params(config, head, jnp.float32)
     generate = generate_layout(shape, kv_heads=config.kv_heads, relay=relay)
     for each in (layout, state_layout(layout, relay), generate):
         check(shape, each, shapes, axes)
+    if scoring is not placement:
+        check(scoring.mesh_shape, base_layout(scoring, config), shapes, axes)
     return config, layout, shapes, axes
+
+
+def base_layout(placement: RolePlacement, config: ModelConfig) -> Layout:
+    """The layout of a role's mesh: `train`, or `infer` of what only computes."""
+    layout = train_layout(
+        placement.mesh_shape,
+        kv_heads=config.kv_heads,
+        zero=placement.zero,
+        relay=placement.relay,
+        sequence_parallel=placement.sequence_parallel,
+    )
+    return dataclasses.replace(layout, name="train" if placement.train else "infer")
 
 
 def saved_state(model: str, head: Head, optimizer: OptimizerConfig) -> TrainState:
@@ -110,15 +122,14 @@ class ModelRole:
         self.config, self.layout, self.shapes, self.axes = plan_model(
             self.placement, model, self.head
         )
-        self.mesh = make_mesh(context.devices, self.shape)
-        self.replicas = Replicas(
-            *(self.mesh, self.layout, self.shapes, self.axes, compute_dtype),
-            relay=self.placement.relay,
-        )
-        self.passes = Passes(self.mesh, self.layout)
+        self.replicas = self.make_replicas(self.placement, context.devices)
+        self.mesh, scoring = self.replicas.mesh, self.placement.scoring
+        own = scoring is not self.placement
+        self.scoring = self.make_replicas(scoring, context.devices) if own else self.replicas
+        self.passes = Passes(self.scoring.mesh, self.scoring.layout)
         self.scorer = Scorer(
             self.config,
-            self.replicas,
+            self.scoring,
             temperature=self.temperature,
             with_entropy=self.with_entropy,
         )
@@ -131,6 +142,12 @@ class ModelRole:
             self.params = load_params(model, self.config, self.files_head(), placed, dtype)
         self.rest()
 
+    def make_replicas(self, placement: RolePlacement, devices: Sequence[jax.Device]) -> Replicas:
+        """The model's weights on a mesh over the pool's devices."""
+        mesh, layout = make_mesh(devices, placement.mesh_shape), base_layout(placement, self.config)
+        sizes = (self.shapes, self.axes, self.compute_dtype)
+        return Replicas(mesh, layout, *sizes, relay=placement.relay)
+
     @classmethod
     def files_head(cls) -> Head:
         """What the weights' files are asked for: of 'value' the head is made where it is not."""
@@ -141,7 +158,7 @@ class ModelRole:
         return self.replicas.weight_shardings
 
     def weights(self) -> Any:
-        """The weights in the training layout and the dtype of computation."""
+        """The weights as forward passes read them."""
         if self.placement.offload:
             self.params = to_device(self.params)
         return self.params
@@ -193,8 +210,10 @@ class TrainedRole(ModelRole):
         else:
             state = self.trainer.init_state(self.params)
         self.params: Any = None  # the state owns them
+        own = self.scoring is not self.replicas
+        scoring = Moves(self.replicas, self.scoring) if own else None
         relay, offload = self.make_relay(), self.placement.offload
-        self.held = Weights(self.replicas, state, relay, offload=offload)
+        self.held = Weights(self.replicas, state, relay, scoring, offload=offload)
 
     def make_trainer(self, loss: LossFn, columns: tuple[str, ...], **options: Any) -> Trainer:
         """The update of this model's state under a loss, at the run's temperature by default."""
@@ -219,8 +238,8 @@ class TrainedRole(ModelRole):
         return self.replicas.state_shardings
 
     def weights(self) -> Any:
-        """The weights in the training layout and the dtype of computation."""
-        return self.held.train()
+        """The weights as forward passes read them."""
+        return self.held.score()
 
     def rest(self) -> None:
         """Weights stay; moments have left after the update."""

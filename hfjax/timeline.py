@@ -1,16 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trace.json: what each process and the controller did when, for Perfetto or chrome://tracing."""
+"""trace.json: what each process and the controller did when, for Perfetto; and as text."""
 
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hfjax.controller.calls import CallRecord
 
-CONTROLLER = "controller"
+CONTROLLER, DRIVER = "controller", "driver"  # its stages, and the pool of roles beside it
+HERE = (CONTROLLER, DRIVER)  # they have no devices
+COLUMNS = 72  # of the picture
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One call in one process, or a stage of the controller; seconds by the host's clock."""
+
+    name: str
+    pool: str
+    rank: int
+    begin_s: float
+    end_s: float
+    step: int = 0
+
+    def shared_s(self, other: "Bar") -> float:
+        """Seconds in which both run; negative, those between them."""
+        return min(self.end_s, other.end_s) - max(self.begin_s, other.begin_s)
 
 
 class Timeline:
@@ -44,6 +64,17 @@ class Timeline:
         events += [
             self._event(name, CONTROLLER, 0, (begin, end), about) for name, begin, end in spans
         ]
+        self._append(events)
+
+    def write_bars(self, bars: Iterable[Bar], **about: Any) -> None:
+        """Bars that no process reported, as those of a simulation; `about` goes with each."""
+        events = [
+            self._event(b.name, b.pool, b.rank, (b.begin_s, b.end_s), {"step": b.step, **about})
+            for b in bars
+        ]
+        self._append(events)
+
+    def _append(self, events: Iterable[Mapping[str, Any]]) -> None:
         with self._path.open("a") as file:
             file.writelines(json.dumps(event) + ",\n" for event in [*self._names(), *events])
 
@@ -65,3 +96,47 @@ class Timeline:
     def _names(self) -> Iterable[dict[str, Any]]:
         for pool, track in self._tracks.items():
             yield {"name": "process_name", "ph": "M", "pid": track, "args": {"name": pool}}
+
+
+def read_bars(path: Path) -> list[Bar]:
+    """The bars of a timeline."""
+    events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    pools = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    return [
+        Bar(
+            e["name"],
+            pools[e["pid"]],
+            e["tid"],
+            e["ts"] / 1e6,
+            (e["ts"] + e["dur"]) / 1e6,
+            e["args"].get("step", 0),
+        )
+        for e in events
+        if e["ph"] == "X"
+    ]
+
+
+def busy_s(bars: Iterable[Bar]) -> float:
+    """Seconds in which at least one of the bars runs."""
+    total_s, until_s = 0.0, float("-inf")
+    for bar in sorted(bars, key=lambda bar: bar.begin_s):
+        total_s += max(0.0, bar.end_s - max(bar.begin_s, until_s))
+        until_s = max(until_s, bar.end_s)
+    return total_s
+
+
+def picture(bars: Sequence[Bar]) -> str:
+    """A line a process: letters of its calls, over one step."""
+    begin_s, end_s = min(bar.begin_s for bar in bars), max(bar.end_s for bar in bars)
+    scale = COLUMNS / (end_s - begin_s)
+    names = list(dict.fromkeys(bar.name for bar in sorted(bars, key=lambda bar: bar.begin_s)))
+    letters = dict(zip(names, string.ascii_letters.swapcase(), strict=False))
+    lines: dict[tuple[bool, str, int], list[str]] = {}
+    for bar in bars:
+        line = lines.setdefault((bar.pool in HERE, bar.pool, bar.rank), ["."] * COLUMNS)
+        first, last = (int((at - begin_s) * scale) for at in (bar.begin_s, bar.end_s))
+        for column in range(min(first, COLUMNS - 1), min(max(last, first + 1), COLUMNS)):
+            line[column] = letters[bar.name]
+    rows = [f"  {key[1]:>10} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
+    legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
+    return "\n".join([*rows, f"  {(end_s - begin_s) * 1e3:.0f} ms; {legend}"])

@@ -62,6 +62,8 @@ class Pool:
 class RolePlacement:
     """Where a role lives; `train` if it is updated there, `infer` if it only computes.
 
+    A role that is updated may have `infer` too: it scores in that layout then, another mesh over
+    the same devices in the same order, whose `fsdp` always shards weights.
     `generate` holds only p_g (pipe) and t_g (tensor); the micro-DP size follows. With relay
     "two-copies" they are of `generate_pool`, and its data parallel size follows.
     """
@@ -84,14 +86,22 @@ class RolePlacement:
 
     @property
     def base(self) -> MeshShape:
-        """The training (or inference) mesh as written, p and t whole."""
+        """The training mesh as written, p and t whole; of a role that only computes `infer`."""
         shape = self.train or self.infer
         assert shape is not None
         return shape
 
     @property
+    def scoring(self) -> "RolePlacement":
+        """Where its forward passes run: a layout of their own, or this very placement."""
+        if self.train is None or self.infer is None:
+            return self
+        options: dict[str, Any] = {"sequence_parallel": self.sequence_parallel}
+        return RolePlacement(self.role, self.pool, infer=self.infer, **options)
+
+    @property
     def mesh_shape(self) -> MeshShape:
-        """The mesh of every layout of this role: p and t split into generation's part and micro."""
+        """The mesh of training and generation: p and t split into generation's part and micro."""
         base, p_g, t_g = self.base, self.p_g, self.t_g
         if self.relay == DS_CHAT:  # generation's tensor axis is a part of training's ZeRO axis
             return replace(base, fsdp=base.fsdp // t_g, tensor=t_g)
@@ -118,7 +128,7 @@ class RolePlacement:
 
     @property
     def train_batch(self) -> tuple[str, ...]:
-        """Mesh axes that split the rows while training or scoring."""
+        """Mesh axes that split the rows while training (or scoring)."""
         return train_batch(self.relay)
 
     @property
@@ -128,7 +138,7 @@ class RolePlacement:
 
     @property
     def replicas(self) -> int:
-        """Shards of the batch while training or scoring."""
+        """Shards of the batch while training (or scoring)."""
         return self.mesh_shape.over(self.train_batch)
 
     @property
@@ -137,11 +147,11 @@ class RolePlacement:
         return max(1, self.base.pipe * self.base.tensor // (self.p_g * self.t_g))
 
     def _problems(self) -> Iterable[str]:
-        if (self.train is None) == (self.infer is None):
-            found = "neither" if self.train is None else "both"
+        if self.train is None and self.infer is None:
             yield (
-                f"has {found} of train and infer; give one: train = {{ data = 2 }} if the role "
-                "is updated, infer = { data = 2 } if it only computes"
+                "has neither of train and infer; give train = { data = 2 } if the role is updated "
+                "(infer too where it scores in another layout), infer = { data = 2 } if it only "
+                "computes"
             )
             return
         if type(self.zero) is not int or self.zero not in ZERO:
@@ -277,12 +287,12 @@ class Placement:
         return "\n".join(line.rstrip() for line in lines)
 
     def _table_rows(self, name: str) -> Iterable[tuple[str, ...]]:
-        """A line of the table for each layout of a role that has a pool of its own."""
+        """A line of the table for each mesh of a role."""
         role, second = self.roles[name], self.rollout(name)
-        layout = "train" if role.train else "infer"
-        for each, kind in ((role, layout), (second, "generate")):
-            if each is None:
-                continue
+        lines = [(role, "train" if role.train else "infer")]
+        lines += [(role.scoring, "infer")] if role.scoring is not role else []
+        lines += [(second, "generate")] if second else []
+        for each, kind in lines:
             pool, span = self.pools[each.pool], self.device_range(each.pool)
             ids = str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}"
             split = f" in {pool.processes} processes" if pool.processes > 1 else ""
@@ -329,18 +339,19 @@ class Placement:
                 f"[{role.role}] generate: pipe {keep.pipe} * tensor {keep.tensor} does not divide "
                 f"the {have} devices of [pool.{role.generate_pool}]; use {either(divisors(have))}"
             )
-        base, pool = role.base, self.pools[role.pool]
-        if base.devices != pool.devices:
-            where = "train" if role.train else "infer"
-            product = " * ".join(f"{key} {getattr(base, key)}" for key in MESH_KEYS)
-            rest = base.devices // base.data
+        pool = self.pools[role.pool]
+        for where, mesh in (("train", role.train), ("infer", role.infer)):
+            if mesh is None or mesh.devices == pool.devices:
+                continue
+            product = " * ".join(f"{key} {getattr(mesh, key)}" for key in MESH_KEYS)
+            rest = mesh.devices // mesh.data
             fix = (
                 f"use {DATA} = {pool.devices // rest}"
                 if pool.devices % rest == 0
                 else f"choose sizes whose product is {pool.devices}"
             )
             yield (
-                f"[{role.role}] {where}: {product} = {base.devices} devices, but "
+                f"[{role.role}] {where}: {product} = {mesh.devices} devices, but "
                 f"[pool.{pool.name}] has devices = {pool.devices}; {fix}"
             )
 

@@ -30,6 +30,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Step:
         pytest.param("local:zero1-8", marks=pytest.mark.slow),
         pytest.param("local:pipe3-data2", marks=pytest.mark.slow),
         pytest.param("local:pipe3-tensor2-generate-pipe3", marks=pytest.mark.slow),
+        pytest.param("local:pipe3-data2-infer-data6", marks=pytest.mark.slow),
         pytest.param("local:ds-chat8-generate2", marks=pytest.mark.slow),
     ],
 )

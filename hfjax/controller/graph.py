@@ -108,12 +108,14 @@ class Recorder:
 class SymbolicModels:
     """Role handles whose calls are only entered."""
 
-    def __init__(self, builders: Mapping[str, Any], recorder: Recorder) -> None:
+    def __init__(
+        self, builders: Mapping[str, Any], recorder: Recorder, *, agrees: bool = False
+    ) -> None:
         self.memory: dict[str, Any] = {}
-        self.rollout_agrees = False
+        self.rollout_agrees = agrees
         self.more_prompts = lambda: recorder.given
         self.more_texts = recorder.texts
-        self.step = 1
+        self.step = 2 if agrees else 1  # the first scores what was sampled all the same
         for role, builder in builders.items():
             setattr(self, role, SymbolicHandle(role, handle_methods(builder), recorder))
 
@@ -126,10 +128,15 @@ class SymbolicHandle:
             setattr(self, name, partial(recorder.call, role, name, declared))
 
 
-def trace(step: Any, builders: Mapping[str, Any], cfg: Any, given: Batch) -> list[Node]:
-    """The calls of one step of an algorithm that begins with the columns `given`, in order."""
+def trace(
+    step: Any, builders: Mapping[str, Any], cfg: Any, given: Batch, *, agrees: bool = False
+) -> list[Node]:
+    """The calls of one step of an algorithm that begins with the columns `given`, in order.
+
+    Where rollout and training agree it is a step that does not score what was sampled.
+    """
     recorder = Recorder(given)
-    step(SymbolicModels(builders, recorder), given, cfg)
+    step(SymbolicModels(builders, recorder, agrees=agrees), given, cfg)
     return recorder.nodes
 
 

@@ -345,7 +345,11 @@ def _place(
 
     def build(role: str, builder: Callable[..., Any], where: RolePlacement) -> RoleHandle:
         pool = pools[where.pool]
-        ranks = Ranks(*(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch))
+        own = where.scoring is not where
+        infer = Ranks(where.scoring.mesh_shape, pool.processes) if own else None
+        ranks = Ranks(
+            *(where.mesh_shape, pool.processes, where.train_batch, where.generate_batch), infer
+        )
         handle = RoleHandle(role, builder, pool, ranks, models)
         infos = pool.build(role, builder, where)
         models.calls.submit(role, BUILD, 0, pool, frozenset(), infos)

@@ -39,6 +39,12 @@ class Ranks(NamedTuple):
     processes: int = 1
     train_batch: tuple[str, ...] = train_batch()  # mesh axes that split the rows
     generate_batch: tuple[str, ...] = generate_batch()
+    own_infer: "Ranks | None" = None  # on the mesh of a layout that is for scoring alone
+
+    @property
+    def scoring(self) -> "Ranks":
+        """Where the processes stand on the mesh that scores."""
+        return self.own_infer or self
 
     def replica_of_process(self, axes: tuple[str, ...], devices: np.ndarray) -> list[np.ndarray]:
         """For each process, the replicas over `axes` that its devices (a bool mask) touch."""
@@ -107,11 +113,16 @@ def rows_of_replica(n_rows: int, replicas: int, group: int) -> list[range]:
     return [range(min(r * per, n_rows), min((r + 1) * per, n_rows)) for r in range(replicas)]
 
 
-def over_replicas(name: str, axes_of: Callable[[Ranks], tuple[str, ...]]) -> Protocol:
+def over_replicas(
+    name: str,
+    axes_of: Callable[[Ranks], tuple[str, ...]],
+    mesh_of: Callable[[Ranks], Ranks] = lambda ranks: ranks,
+) -> Protocol:
     """Rows split over the replicas that some mesh axes make, repeated inside each replica.
 
-    A replica's answer comes from the device at its last pipeline stage and first tensor rank,
-    (p=-1, t=0) in the paper, so from the first process that holds it there.
+    `mesh_of` says on which of the role's meshes. A replica's answer comes from the device at its
+    last pipeline stage and first tensor rank, (p=-1, t=0) in the paper, so from the first process
+    that holds it there.
     """
 
     def rows(ranks: Ranks, n_rows: int, group: int, devices: np.ndarray) -> Rows:
@@ -122,9 +133,11 @@ def over_replicas(name: str, axes_of: Callable[[Ranks], tuple[str, ...]]) -> Pro
         return [np.concatenate([chunks[r] for r in mine] or [chunks[0][:0]]) for mine in held]
 
     def distribute(ranks: Ranks, n_rows: int, group: int) -> Rows:
+        ranks = mesh_of(ranks)
         return rows(ranks, n_rows, group, np.ones(ranks.shape.devices, bool))
 
     def collect(ranks: Ranks, n_rows: int, group: int) -> Rows:
+        ranks = mesh_of(ranks)
         leads = np.ones(ranks.shape.devices, bool)
         for index, axis in enumerate(AXES):
             if axis not in axes_of(ranks):
@@ -155,7 +168,10 @@ def _stage_leads(ranks: Ranks) -> list[int]:
 
 
 DP_PROTO = over_replicas("DP_PROTO", lambda ranks: ranks.train_batch)
-THREE_D_PROTO = over_replicas("3D_PROTO", lambda ranks: ranks.train_batch)
+# Of forward passes, which run in the layout `infer` where a trained role has one of its own.
+THREE_D_PROTO = over_replicas(
+    "3D_PROTO", lambda ranks: ranks.train_batch, mesh_of=lambda ranks: ranks.scoring
+)
 THREE_D_ALL_MICRO_DP = over_replicas("3D_ALL_MICRO_DP", lambda ranks: ranks.generate_batch)
 # The paper gathers from all ranks. A table can hold one answer a row, and all are equal here: it
 # is process 0's. Values of methods without columns (save, load) do come from every process.

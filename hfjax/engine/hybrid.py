@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 3D-HybridEngine: weights from the training layout to that of generation and back (§5.3).
+"""The 3D-HybridEngine: weights from the training layout to those of other calls (§5.3).
 
 HybridFlow (arXiv 2409.19256). Where a device's generation shard contains its training shard the
 way there is all-gathers over the axes that generation drops, the way back a slice without any.
+A layout for scoring may be of another mesh: the way there is the compiler's, and there is no back.
 """
 
 import math
@@ -213,10 +214,34 @@ class Relay:
         return sum(sizes) * self._dtype.itemsize
 
 
+class Moves:
+    """Copies of master weights in a layout for scoring, of another mesh over the same devices.
+
+    They are cast before they move, a parameter at a time: the compiler may take any way, at worst
+    through the whole parameter on every device.
+    """
+
+    def __init__(self, before: Replicas, after: Replicas) -> None:
+        """The devices of both meshes stand in one order."""
+
+        def move(x: jax.Array, state: NamedSharding) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x.astype(after.dtype), state)
+
+        def compiled(state: NamedSharding, weight: NamedSharding) -> Any:
+            return jax.jit(partial(move, state=state), out_shardings=weight)
+
+        self._moves = jax.tree.map(compiled, before.state_shardings, after.weight_shardings)
+
+    def __call__(self, params: Params) -> Params:
+        """`params` in the layout and dtype for scoring; they stay where they are too."""
+        return jax.tree.map(lambda move, x: jax.block_until_ready(move(x)), self._moves, params)
+
+
 class Weights:
     """What one model holds: the training state, and copies of its weights where passes need them.
 
-    Copies are made when asked for and dropped when the state changes. The actor's generation
+    Copies are made when asked for and dropped when the state changes, those for scoring when others
+    are made for generation too. The actor's generation
     weights take the place of the training ones where they contain them, the master included where
     it is the same arrays (float32 generation); these are sliced back, bit-equal, when needed.
     """
@@ -226,31 +251,36 @@ class Weights:
         replicas: Replicas,
         state: TrainState,
         relay: Relay | None = None,
+        scoring: Moves | None = None,
         *,
         offload: bool = False,
     ) -> None:
-        """`relay` None: a model that never generates. `offload`: moments rest in host memory."""
-        self._replicas, self._relay, self._offload = replicas, relay, offload
+        """`relay` None: a model that never generates; `scoring` None: it scores as it trains.
+
+        `offload`: moments rest in host memory, and copies for scoring are not kept.
+        """
+        self._replicas, self._relay, self._scoring = replicas, relay, scoring
+        self._offload = offload
         self.take(state)
 
     def take(self, state: TrainState) -> None:
         """A new training state; all copies are stale."""
         if self._offload:
             state = replace(state, opt_state=to_host(state.opt_state))
-        self._state, self._train, self._generate = state, None, None
+        self._state, self._train, self._generate, self._score = state, None, None, None
         self._master_away = False
 
     def state(self) -> TrainState:
         """The training state, master weights in place, to update or save; copies are dropped."""
         if self._master_away:
             self.train()
-        self._train = self._generate = None
+        self._train = self._generate = self._score = None
         if self._offload:
             self._state = replace(self._state, opt_state=to_device(self._state.opt_state))
         return self._state
 
     def train(self) -> Params:
-        """The weights in the training layout, as passes read them."""
+        """The weights in the training layout, as its passes read them."""
         if self._train is None and self._generate is not None:
             assert self._relay is not None
             self._train = self._relay.to_train(self._generate, release=True)
@@ -262,10 +292,23 @@ class Weights:
             self._train = self._replicas.weights(self._state.params)
         return self._train
 
+    def score(self) -> Params:
+        """The weights in the layout that scores."""
+        if self._scoring is None:
+            return self.train()
+        if self._score is not None:
+            return self._score
+        if self._master_away:
+            self.train()
+        found = self._scoring(self._state.params)
+        self._score = None if self._offload else found
+        return found
+
     def generate(self) -> Params:
         """The weights in the generation layout and dtype."""
         assert self._relay is not None, "this model was built without a relay"
         if self._generate is None:
+            self._score = None
             weights, release = self.train(), self._relay.contained
             generate = self._relay.to_generate(weights, release=release)
             self._generate = jax.block_until_ready(generate)

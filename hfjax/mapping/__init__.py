@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic device mapping (HybridFlow §6): a placement's cost, the best one, and its proof."""
+"""Automatic device mapping (HybridFlow §6): what placements cost, the best, and its proof."""

@@ -5,9 +5,10 @@ The dataflow is the algorithm's own (hfjax.controller.graph); nothing here knows
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from hfjax.controller.graph import ROW_COLUMNS, Node
 from hfjax.models.llama import Head, ModelConfig
 from meshes.mesh import MeshShape
 
@@ -21,6 +22,9 @@ class Kind(Enum):
     DRIVER = 3  # the controller's arithmetic, a reward function: no device works
 
 
+KINDS = {"generate_": Kind.GENERATE, "compute_": Kind.INFER, "update_": Kind.TRAIN}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A role's model."""
@@ -28,7 +32,7 @@ class Model:
     config: ModelConfig
     head: Head
     trained: bool
-    generates: bool = False
+    generates: bool = False  # found in the calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,36 @@ class Option:
     working_bytes: float = 0.0  # a device, the most that any of its calls needs besides
 
 
-def problem(nodes: Sequence[object], models: Mapping[str, Model], work: Workload) -> Problem:
-    """The sized calls of a traced step."""
-    raise NotImplementedError
+def problem(nodes: Sequence[Node], models: Mapping[str, Model], work: Workload) -> Problem:
+    """The sized calls of a traced step; roles without a model are the driver's work."""
+    calls = []
+    for node in nodes:
+        on_devices = node.role in models
+        kind = _kind(node) if on_devices else Kind.DRIVER
+        size = sum(work.rows * _column_bytes(name, work) for name in node.writes)
+        inputs, rows = frozenset(node.inputs), work.rows
+        calls.append(Call(node.number, node.role, node.method, kind, inputs, rows, size))
+    kinds = {role: {call.kind for call in calls if call.role == role} for role in models}
+    roles = {
+        role: replace(model, generates=Kind.GENERATE in kinds[role])
+        for role, model in models.items()
+        if kinds[role]
+    }
+    return Problem(tuple(calls), roles, work)
+
+
+def _kind(node: Node) -> Kind:
+    """By the paper's names of operations (HybridFlow Table 4)."""
+    for start, kind in KINDS.items():
+        if node.method.startswith(start):
+            return kind
+    raise ValueError(
+        f"{node.role}.{node.method}: methods of models are named {', '.join(KINDS)}...; rename it"
+    )
+
+
+def _column_bytes(name: str, work: Workload) -> int:
+    """Of a row: a number, or one a token; all have four bytes but masks."""
+    if name in ROW_COLUMNS:
+        return 4
+    return work.row_tokens * (1 if name.endswith("mask") else 4)

@@ -6,20 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dispatch import idle_shares
-from benchmarks.overlap import (
-    Bar,
-    across,
-    busy_s,
-    inside,
-    picture,
-    read_bars,
-    report,
-    side_by_side,
-    warm_steps,
-)
+from benchmarks.overlap import across, inside, report, side_by_side, warm_steps
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.worker import CallInfo
-from hfjax.timeline import Timeline
+from hfjax.timeline import Bar, Timeline, busy_s, picture, read_bars
 
 GENERATES, SCORES, VALUES = (
     "actor.generate_sequences",

@@ -269,6 +269,13 @@ def test_a_placement_knows_which_roles_are_updated(
     message = refused(asked(tmp_path, model, placement=str(file)), monkeypatch)
     assert f"[{role}] {wrong}: " in message
     assert f"write {right} in its place" in message
+    both = section + tail.replace(f"{right} =", f"{wrong} = {{ data = 1 }}\n{right} =", 1)
+    file.write_text(head + both)
+    if role == "reference":
+        message = refused(asked(tmp_path, model, placement=str(file)), monkeypatch)
+        assert "[reference] train: this role only computes; remove it" in message
+    else:
+        prepare(grpo, asked(tmp_path, model, placement=str(file)), NOW)
 
 
 def test_a_directory_with_other_files_is_no_place_for_a_run(

@@ -102,9 +102,10 @@ REFUSALS = {
     ),
     "relay": (('"policy"\n', '"policy"\nrelay = "hybird"\n'), r"'hybird' is unknown; use 'hybrid'"),
     "offload": (('"policy"\n', '"policy"\noffload = "yes"\n'), r'offload = "yes": must be true or'),
-    "train and infer": (
-        ("infer = { data = 4 }", "infer = { data = 4 }\ntrain = { data = 4 }"),
-        r"\[reward\] has both of train and infer",
+    "a layout to score in, of too few devices": (
+        ("train = { fsdp = 4 }", "train = { fsdp = 4 }\ninfer = { tensor = 2 }"),
+        r"\[critic\] infer: data 1 \* fsdp 1 \* pipe 1 \* tensor 2 = 2 devices, but "
+        r"\[pool.value\] has devices = 4; use data = 2",
     ),
     "no mesh": (("infer = { data = 4 }", ""), r"\[reward\] has neither of train and infer"),
     "idle pool": (("[actor]", "[pool.idle]\ndevices = 1\n[actor]"), r"\[pool.idle\] holds no role"),
@@ -253,6 +254,23 @@ def test_table() -> None:
         "actor   policy  0-3 in 2 processes  train   data 2 x tensor 2  pipe 1, tensor 1  2",
         "critic  value   4-7                 train   fsdp 4             -                 -",
         "reward  value   4-7                 infer   data 4             -                 -",
+    ]
+
+
+def test_a_role_that_is_updated_may_score_in_another_layout() -> None:
+    text = GOOD.replace(
+        "train = { fsdp = 4 }", "train = { fsdp = 4 }\nzero = 1\ninfer = { tensor = 4 }"
+    )
+    placement = parse_placement(text)
+    assert parse_placement(placement.to_toml()) == placement
+    critic = placement.roles["critic"]
+    assert (critic.base, critic.mesh_shape, critic.replicas) == (critic.train, critic.train, 4)
+    assert (critic.scoring.mesh_shape, critic.scoring.replicas) == (MeshShape(tensor=4), 1)
+    for role in ("actor", "reward"):
+        assert placement.roles[role].scoring is placement.roles[role]
+    assert placement.table().splitlines()[2:4] == [
+        "critic  value   4-7                 train   fsdp 4             -                 -",
+        "critic  value   4-7                 infer   tensor 4           -                 -",
     ]
 
 

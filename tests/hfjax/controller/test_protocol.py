@@ -106,6 +106,14 @@ def test_every_row_is_answered_once_by_a_process_that_holds_it(
             assert set(answered) <= set(held)
 
 
+def test_rows_of_a_forward_pass_go_by_the_mesh_that_scores() -> None:
+    """Training splits rows over four devices in two processes; scoring is a pipeline over both."""
+    ranks = Ranks(MeshShape(data=4), 2, own_infer=Ranks(MeshShape(pipe=2, tensor=2), 2))
+    every, half = list(range(8)), list(range(4))
+    assert both(THREE_D_PROTO, ranks, 8) == ([every, every], [[], every])
+    assert both(DP_PROTO, ranks, 8) == ([half, list(range(4, 8))],) * 2
+
+
 def test_methods_are_declared_on_the_class_and_inherited() -> None:
     class Base:
         @method(THREE_D_PROTO, reads=("x",), writes=("y",))

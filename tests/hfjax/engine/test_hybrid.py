@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relay: the same weights, the fewest bytes, shared buffers where nothing moves."""
 
+import weakref
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.engine.hybrid import Relay, Weights
+from hfjax.engine.hybrid import Moves, Relay, Weights
 from hfjax.engine.meter import held_bytes, meter
 from hfjax.engine.microbatch import cut_micros
 from hfjax.engine.offload import HOST
@@ -284,3 +286,57 @@ def test_offloaded_moments_are_on_no_device_between_updates():
         weights.take(trainer.update(weights.state(), micros)[0])
     found = jax.tree.map(np.asarray, weights.state())
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# --- a layout for scoring, of another mesh ---------------------------------------------------------
+
+SCORING = {  # training's mesh and stage of ZeRO, scoring's mesh and dtype
+    "fsdp 4, tensor 2 data 2": (MeshShape(fsdp=4), 3, MeshShape(data=2, tensor=2), "float32"),
+    "zero 1, data 4": (MeshShape(fsdp=4), 1, MeshShape(data=4), "float32"),
+    "pipe 2 data 2, data 4": (MeshShape(data=2, pipe_micro=2), 3, MeshShape(data=4), "bfloat16"),
+    "tensor 4 to 2, fsdp 4 pipe 2": (
+        SHAPES["tensor 4 to 2"],
+        3,
+        MeshShape(fsdp=4, pipe=2),
+        "float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SCORING))
+def test_weights_that_score_are_the_newest_in_a_layout_of_their_own(name):
+    """After an update, and after generation took the place of the training weights."""
+    shape, zero, other, dtype = SCORING[name]
+    _, weights, relay = make_weights(shape, dtype=dtype, zero=zero)
+    after = replicas_of(other, dtype=dtype)
+    weights = Weights(weights._replicas, weights.state(), relay, Moves(weights._replicas, after))
+    for _ in range(2):
+        master = jax.tree.map(np.asarray, weights.state().params)
+        expected = jax.tree.map(lambda x: np.asarray(jnp.asarray(x, dtype)), master)
+        weights.generate()
+        found = weights.score()
+        assert weights.score() is found
+        jax.tree.map(np.testing.assert_array_equal, expected, jax.tree.map(np.asarray, found))
+        for x, wanted in zip(*map(jax.tree.leaves, (found, after.weight_shardings)), strict=True):
+            assert x.sharding.is_equivalent_to(wanted, x.ndim)
+        state = weights.state()
+        weights.take(replace(state, params=jax.tree.map(lambda x: x * 1.5, state.params)))
+
+
+def test_weights_that_score_are_gone_before_an_update_and_before_generation():
+    _, weights, relay = make_weights(MeshShape(fsdp=4))
+    replicas, state = weights._replicas, weights.state()
+    moves = Moves(replicas, replicas_of(MeshShape(data=2, tensor=2)))
+
+    def held_after(weights, what):
+        last = weakref.ref(weights.score()["layers"]["wq"])
+        what(weights)
+        return last() is not None
+
+    weights = Weights(replicas, state, relay, moves)
+    assert held_after(weights, Weights.score)
+    assert not held_after(weights, Weights.state)
+    assert not held_after(weights, Weights.generate)
+    assert not held_after(
+        Weights(replicas, weights.state(), None, moves, offload=True), Weights.train
+    )

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accelerators and engine profiles, read from TOML; what a pool of devices is capable of."""
+
+import itertools
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from meshes.layouts import either
+from meshes.toml import checked_table, did_you_mean
+
+DEVICES = Path(__file__).with_name("devices.toml")
+Curve = tuple[tuple[float, float], ...]  # (size, share of the peak), sizes rising
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What an engine adds to the device's own time."""
+
+    name: str
+    step_s: float  # a pass of one stage: of a token, of a micro-batch
+    layer_s: float  # launches of a layer: it takes no less
+    collective_s: float  # a hop of a ring
+    megatron: bool = False  # pipelines and memory as Megatron has them
+    kv_cache: bool = True  # without one a token takes a pass over all before it
+    waves: bool = False  # rows that the KV cache has no room for wait for their turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one simulated device of a host; units as in devices.toml."""
+
+    name: str
+    flops: float
+    memory_bytes: float
+    memory_bytes_s: float
+    node: int
+    link_bytes_s: float
+    link_latency_s: float
+    network_bytes_s: float
+    network_latency_s: float
+    host_bytes_s: float
+    shares: int = 1  # devices that share a host's cores: measured with all of them busy
+    link_share: float = 1.0
+    network_share: float = 1.0
+    matmul: Curve = ((1.0, 1.0),)
+    copy: Curve = ((1.0, 1.0),)
+    collective: Mapping[int, tuple[float, float]] | None = None  # size: (latency_s, bytes_s)
+    fused_attention: bool = True  # scores never reach memory
+    profile: Profile | None = None  # measured here
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) in (int, float) and not 0 < value < math.inf:
+                raise ValueError(f"device {self.name}: {field.name} = {value!r}: must be above 0")
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.flops, self.memory_bytes, self.memory_bytes_s))
+
+    def product_s(self, operations: float) -> float:
+        """Seconds of one matrix product of so many operations."""
+        return operations / (self.flops * on_curve(self.matmul, operations))
+
+    def copy_s(self, size: float) -> float:
+        """Seconds in which so many bytes of device memory are read or written."""
+        return size / (self.memory_bytes_s * on_curve(self.copy, size))
+
+
+Cluster = tuple[tuple[Device, int], ...]
+
+
+def on_curve(curve: Curve, size: float) -> float:
+    """A curve's value, log-log between its points and flat outside."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    for (low, a), (high, b) in itertools.pairwise(curve):
+        if size < high:
+            part = math.log(size / low) / math.log(high / low)
+            return a * (b / a) ** part
+    return curve[-1][1]
+
+
+def slowest(devices: Sequence[Device]) -> Device:
+    """What a pool of several kinds runs as: the least of each rate and memory, the most latency."""
+    first, *rest = dict.fromkeys(devices)
+    if not rest:
+        return first
+    kinds = [first, *rest]
+    least = ("flops", "memory_bytes", "memory_bytes_s", "node", "link_bytes_s", "network_bytes_s")
+    least = (*least, "host_bytes_s", "link_share", "network_share")
+    most = ("link_latency_s", "network_latency_s", "shares")
+    values: dict[str, Any] = {name: min(getattr(d, name) for d in kinds) for name in least}
+    values |= {name: max(getattr(d, name) for d in kinds) for name in most}
+    return replace(first, name="+".join(sorted(d.name for d in kinds)), **values)
+
+
+def parse_devices(text: str, *files: str | Path) -> Cluster:
+    """`8xa100-80g+8xh100` as devices and counts, machines of one kind together."""
+    known = load_devices(*files)
+    found: dict[str, int] = {}
+    for part in text.split("+"):
+        count, x, name = part.strip().partition("x")
+        if not x or not count.isdecimal() or int(count) < 1:
+            raise ValueError(
+                f"devices={text}: {part!r} is no COUNTxDEVICE; write 16xa100-80g, or "
+                "8xa100-80g+8xh100"
+            )
+        if name not in known:
+            near = did_you_mean(name, known)
+            legal = either(known)
+            raise ValueError(f"devices={text}: device {name!r} is unknown{near}; use {legal}")
+        found[name] = found.get(name, 0) + int(count)
+    return tuple((known[name], count) for name, count in found.items())
+
+
+def load_devices(*files: str | Path) -> dict[str, Device]:
+    """Devices by name: those that come with hfjax, then those of the files."""
+    tables: dict[str, Any] = {}
+    for file in (DEVICES, *files):
+        tables |= _read(file).get("device", {})
+    return {name: _device(name, tables) for name in tables}
+
+
+def load_profile(name: str) -> Profile:
+    """An engine profile by name."""
+    tables = _read(DEVICES)["profile"]
+    if name not in tables:
+        near = did_you_mean(name, tables)
+        raise ValueError(f"profile={name}: unknown{near}; use {either(tables)}")
+    return Profile(name=name, **tables[name])
+
+
+def _device(name: str, tables: Mapping[str, Any]) -> Device:
+    table = dict(tables[name])
+    while like := table.pop("like", ""):
+        if like not in tables:
+            raise ValueError(f"device {name}: like = {like!r} is no device; use {either(tables)}")
+        table = tables[like] | table
+    keys = tuple(field.name for field in fields(Device) if field.name != "name")
+    required = ("flops", "memory_bytes", "memory_bytes_s", "node")
+    table = checked_table(f"device.{name}", table, keys, required=required)
+    for key in ("matmul", "copy"):
+        if key in table:
+            table[key] = tuple((float(a), float(b)) for a, b in table[key])
+    if "collective" in table:
+        table["collective"] = {int(n): (a, b) for n, (a, b) in table["collective"].items()}
+    if "profile" in table:
+        table["profile"] = Profile(name=name, **table["profile"])
+    return Device(name=name, **table)
+
+
+@cache
+def _read(file: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"devices file {file}: {error}") from error
