@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from hfjax.engine.meter import RECEIVED
 from hfjax.engine.pipeline import STAGES
-from hfjax.mapping.memory import CHUNK, F32, Leaf, layouts, leaves, shard_size
+from hfjax.mapping.memory import F32, Leaf, layouts, leaves, shard_size
+from hfjax.mapping.temporaries import CHUNK
 from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import (
     BATCH,

@@ -18,7 +18,7 @@ from typing import Any
 
 from hfjax.engine import meter
 from hfjax.engine.sampling import Sampling
-from hfjax.mapping import memory, traffic
+from hfjax.mapping import memory, temporaries, traffic
 from hfjax.mapping.programs import Programs
 from hfjax.mapping.work import Model, Option, Workload
 from hfjax.models.llama import Head, ModelConfig
@@ -263,7 +263,7 @@ def _training(job: Job) -> dict[str, Prediction]:
     run: Any = {"rows": rows, "tokens": job.tokens, "micros": job.micros, "remat": job.remat}
     run |= {"sequence_parallel": place.sequence_parallel, "itemsize": ITEMSIZE, **layout}
     moves = traffic.update_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run)
+    active = temporaries.activation_bytes(cfg, job.head, shape, **run)
     columns = job.micros * rows * (job.tokens * 5 + 4 * (job.head == "score"))
     read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
@@ -275,17 +275,17 @@ def _training(job: Job) -> dict[str, Prediction]:
             held.optimizer + held.weights,
             held.gradients,
             moves["reduce"],
-            memory.reduce_bytes(cfg, job.head, shape, **layout),
+            temporaries.reduce_bytes(cfg, job.head, shape, **layout),
         ),
         "apply": Prediction(
             0.0,
             held.optimizer + held.reduced,
             moves["apply"],
-            memory.apply_bytes(cfg, job.head, shape, **layout),
+            temporaries.apply_bytes(cfg, job.head, shape, **layout),
         ),
     }
     if held.weights:
-        turned = memory.cast_bytes(cfg, job.head, shape, **layout)
+        turned = temporaries.cast_bytes(cfg, job.head, shape, **layout)
         cast = Prediction(held.optimizer - held.master, held.master, moves["weights"], turned)
         found = {"weights": cast, **found}
     return found
@@ -303,7 +303,7 @@ def _scoring(job: Job) -> dict[str, Prediction]:
         beside = held.optimizer - (0 if held.weights else held.master)
     ids = run["rows"] * (job.tokens * 4 + 4 * (job.head == "score"))
     moves = traffic.forward_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(
+    active = temporaries.activation_bytes(
         cfg, job.head, shape, **run, backward=False, trained=job.micros > 0
     )
     return {"scoring": Prediction(beside, read + ids, moves, active.total)}
@@ -320,9 +320,9 @@ def _generation(job: Job) -> dict[str, Prediction]:
     step = traffic.decode_traffic(cfg, shape, n=job.n, **run)
     prompt = memory.kv_bytes(cfg, shape, slots=job.prompt_tokens, **run)
     own = memory.kv_bytes(cfg, shape, slots=job.response_tokens * job.n, **run)
-    first = memory.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
+    first = temporaries.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
     slots = job.prompt_tokens + job.response_tokens * job.n
-    later = memory.decode_bytes(cfg, shape, slots=slots, **run)
+    later = temporaries.decode_bytes(cfg, shape, slots=slots, **run)
     steps = job.response_tokens - 1
     segment = tuple(dataclasses.replace(each, times=each.times * steps) for each in step)
     found = {
@@ -338,7 +338,7 @@ def _relay(job: Job, held: memory.Held) -> Prediction:
     moves = traffic.relay_traffic(cfg, shape, **layout)
     beside = held.optimizer - (0 if held.weights else held.master)
     read = memory.relay_argument_bytes(cfg, shape, **layout)
-    return Prediction(beside, read, moves, memory.relay_temporary_bytes(cfg, shape, **layout))
+    return Prediction(beside, read, moves, temporaries.relay_temporary_bytes(cfg, shape, **layout))
 
 
 def _read(text: str) -> Job:
