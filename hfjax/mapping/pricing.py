@@ -19,12 +19,12 @@ from hfjax.mapping.cost import (
 from hfjax.mapping.devices import Device, Profile
 from hfjax.mapping.memory import (
     Held,
-    activation_bytes,
     generation_bytes,
     kv_bytes,
     training_bytes,
     weight_bytes,
 )
+from hfjax.mapping.temporaries import activation_bytes
 from hfjax.mapping.traffic import Move
 from hfjax.mapping.work import Call, Kind, Model, Option, Problem
 from hfjax.models.llama import Head, ModelConfig

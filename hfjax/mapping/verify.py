@@ -18,7 +18,7 @@ from typing import Any
 
 from hfjax.engine import meter
 from hfjax.engine.sampling import Sampling
-from hfjax.mapping import memory, traffic
+from hfjax.mapping import memory, temporaries, traffic
 from hfjax.mapping.programs import Programs
 from hfjax.mapping.work import Model, Option, Workload
 from hfjax.models.llama import Head, ModelConfig
@@ -152,38 +152,46 @@ def compiled(job: Job) -> Iterator[Row]:
 def verify(
     jobs: Sequence[Job], memory_bytes: float, *, deadline_s: float = DEADLINE_S
 ) -> list[Row]:
-    """The rows of all `jobs`, compiled in a process of its own.
+    """The rows of all `jobs`, each compiled in a process of its own.
 
     Raises ValueError, with the numbers, where a program does not fit `memory_bytes` of a device.
     """
     rows = [row for job in jobs for row in compile_apart(job, deadline_s)]
-    too_large = [row for row in rows if row.total > memory_bytes]
-    if too_large:
-        raise ValueError(
-            "; ".join(
-                f"{row.program} needs {row.total / 1e9:.2f} GB a device (held beside it "
-                f"{row.beside / 1e9:.2f}, arguments {row.compiled_arguments / 1e9:.2f}, outputs "
-                f"{row.outputs / 1e9:.2f}, temporaries {row.compiled_temporaries / 1e9:.2f}), "
-                f"which has {memory_bytes / 1e9:.2f} GB"
-                for row in too_large
-            )
-        )
+    require_room(rows, memory_bytes)
     return rows
+
+
+def require_room(rows: Sequence[Row], memory_bytes: float) -> None:
+    """Refuses programs that need more of a device than it has, by what was compiled."""
+    refusals = [
+        f"{row.program} needs {row.total / 1e9:.2f} GB a device: arguments "
+        f"{row.compiled_arguments / 1e9:.2f}, outputs {row.outputs / 1e9:.2f}, temporaries "
+        f"{row.compiled_temporaries / 1e9:.2f}, held beside it {row.beside / 1e9:.2f}"
+        for row in rows
+        if row.total > memory_bytes
+    ]
+    if refusals:
+        raise ValueError(f"a device has {memory_bytes / 1e9:.2f} GB; " + "; ".join(refusals))
 
 
 def compile_apart(job: Job, deadline_s: float = DEADLINE_S) -> list[Row]:
     """`compiled` in a process of its own, with as many simulated devices as the job's."""
     devices = job.placement.mesh_shape.devices
     flags = f"--xla_force_host_platform_device_count={devices}"
-    answer = subprocess.run(
-        [sys.executable, "-m", "hfjax.mapping.verify"],
-        input=json.dumps(_spelled(job)),
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "hfjax.mapping.verify"],
+            input=json.dumps(dataclasses.asdict(job)),
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise TimeoutError(
+            f"compiling the programs of {job.placement.role} took more than {deadline_s} s"
+        ) from late
     if answer.returncode:
         raise RuntimeError(f"compiling {job.placement.role}: {answer.stderr[-4000:]}")
     return [Row(**each) for each in json.loads(answer.stdout.splitlines()[-1])]
@@ -255,7 +263,7 @@ def _training(job: Job) -> dict[str, Prediction]:
     run: Any = {"rows": rows, "tokens": job.tokens, "micros": job.micros, "remat": job.remat}
     run |= {"sequence_parallel": place.sequence_parallel, "itemsize": ITEMSIZE, **layout}
     moves = traffic.update_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run)
+    active = temporaries.activation_bytes(cfg, job.head, shape, **run)
     columns = job.micros * rows * (job.tokens * 5 + 4 * (job.head == "score"))
     read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
@@ -267,17 +275,17 @@ def _training(job: Job) -> dict[str, Prediction]:
             held.optimizer + held.weights,
             held.gradients,
             moves["reduce"],
-            memory.reduce_bytes(cfg, job.head, shape, **layout),
+            temporaries.reduce_bytes(cfg, job.head, shape, **layout),
         ),
         "apply": Prediction(
             0.0,
             held.optimizer + held.reduced,
             moves["apply"],
-            memory.apply_bytes(cfg, job.head, shape, **layout),
+            temporaries.apply_bytes(cfg, job.head, shape, **layout),
         ),
     }
     if held.weights:
-        turned = memory.cast_bytes(cfg, job.head, shape, **layout)
+        turned = temporaries.cast_bytes(cfg, job.head, shape, **layout)
         cast = Prediction(held.optimizer - held.master, held.master, moves["weights"], turned)
         found = {"weights": cast, **found}
     return found
@@ -295,7 +303,9 @@ def _scoring(job: Job) -> dict[str, Prediction]:
         beside = held.optimizer - (0 if held.weights else held.master)
     ids = run["rows"] * (job.tokens * 4 + 4 * (job.head == "score"))
     moves = traffic.forward_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run, backward=False)
+    active = temporaries.activation_bytes(
+        cfg, job.head, shape, **run, backward=False, trained=job.micros > 0
+    )
     return {"scoring": Prediction(beside, read + ids, moves, active.total)}
 
 
@@ -310,9 +320,9 @@ def _generation(job: Job) -> dict[str, Prediction]:
     step = traffic.decode_traffic(cfg, shape, n=job.n, **run)
     prompt = memory.kv_bytes(cfg, shape, slots=job.prompt_tokens, **run)
     own = memory.kv_bytes(cfg, shape, slots=job.response_tokens * job.n, **run)
-    first = memory.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
+    first = temporaries.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
     slots = job.prompt_tokens + job.response_tokens * job.n
-    later = memory.decode_bytes(cfg, shape, slots=slots, **run)
+    later = temporaries.decode_bytes(cfg, shape, slots=slots, **run)
     steps = job.response_tokens - 1
     segment = tuple(dataclasses.replace(each, times=each.times * steps) for each in step)
     found = {
@@ -326,17 +336,13 @@ def _relay(job: Job, held: memory.Held) -> Prediction:
     place, shape, cfg = job.placement, job.placement.mesh_shape, job.config
     layout: Any = {"zero": place.zero, "relay": place.relay, "itemsize": ITEMSIZE}
     moves = traffic.relay_traffic(cfg, shape, **layout)
-    read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
-    return Prediction(beside, read, moves, memory.relay_temporary_bytes(cfg, shape, **layout))
-
-
-def _spelled(job: Job) -> dict[str, Any]:
-    """A job as JSON takes it."""
-    return dataclasses.asdict(job)
+    read = memory.relay_argument_bytes(cfg, shape, **layout)
+    return Prediction(beside, read, moves, temporaries.relay_temporary_bytes(cfg, shape, **layout))
 
 
 def _read(text: str) -> Job:
+    """A job from JSON."""
     found = json.loads(text)
     config, place = found["config"], found["placement"]
     if config["rope_scaling"]:
