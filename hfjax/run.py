@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -207,9 +207,15 @@ class Run:
 
     def issue(self, step: int) -> None:
         """Sends a step's calls, then completes the step before it, if it is not yet."""
-        before, self.ahead = self.ahead, self.step(step)
+        try:
+            issued = self.step(step)
+        except Exception:
+            with suppress(Exception):  # where workers failed the record before is lost too
+                self.complete()
+            raise
+        before, self.ahead = self.ahead, issued
         if before:
-            self._written(before, self.finish(before, self.ahead.start_s))
+            self._written(before, self.finish(before, issued.start_s))
 
     def complete(self, *, evaluates: bool = False, saves: bool = False) -> None:
         """Waits for the last step; its record with evaluation and checkpoint, if it is their turn.

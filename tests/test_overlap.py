@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step is issued before the last one's updates are waited for; no number depends on it."""
 
+import dataclasses
 import json
 import signal
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from algorithms import ppo, sft
+from hfjax.batch import Batch
 from hfjax.controller.handle import Models
 from hfjax.engine.checkpoint import CheckpointStore
 from hfjax.metrics import STEP
@@ -50,7 +53,10 @@ def test_a_step_is_issued_before_the_last_is_finished_but_after_what_follows_tha
 ) -> None:
     """An evaluation after step 2, a checkpoint after step 3, the end after step 6."""
     seen = watched(monkeypatch)
-    out = train(sft, tuning(tmp_path, steps=6, eval_every=2, save_every=3))
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "t3", "response": "t4"}\n')
+    config = tuning(tmp_path, steps=6, eval_every=2, save_every=3)
+    data = dataclasses.replace(config.data, eval=str(tmp_path / "eval.jsonl"))
+    out = train(sft, dataclasses.replace(config, data=data))
     assert seen == [
         ("evaluate", 0),
         *[("step", 1), ("step", 2), ("finish", 1), ("finish", 2), ("evaluate", 2)],
@@ -60,7 +66,9 @@ def test_a_step_is_issued_before_the_last_is_finished_but_after_what_follows_tha
     assert [record[STEP] for record in records(out)] == list(range(7))
 
 
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize(
+    "at", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_saves_the_step_that_was_issued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -87,8 +95,23 @@ def test_ctrl_c_saves_the_step_that_was_issued(
     monkeypatch.setattr(Models, "waits", property(waits))
     with pytest.raises(KeyboardInterrupt):
         train(sft, tuning(tmp_path, steps=6))
-    assert [record[STEP] for record in records(tmp_path / "run")] == [0, 1, 2, 3][-4:]
+    assert [record[STEP] for record in records(tmp_path / "run")] == [1, 2, 3]
     assert CheckpointStore(tmp_path / "run" / "checkpoints").latest() == 3
+
+
+def test_an_error_in_a_step_leaves_the_record_of_the_one_before(
+    tmp_path: Path, overlapping: None
+) -> None:
+    def step(models: Any, prompts: Batch, cfg: Any) -> tuple[Batch, Any]:
+        if models.step == 3:
+            raise ArithmeticError("of the algorithm")
+        return sft.step(models, prompts, cfg)
+
+    wrong = types.ModuleType("wrong")
+    vars(wrong).update(vars(sft), step=step)
+    with pytest.raises(ArithmeticError):
+        train(wrong, tuning(tmp_path, steps=6))
+    assert [record[STEP] for record in records(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow
@@ -120,14 +143,14 @@ def test_a_critic_in_its_own_pool_is_updated_while_the_next_step_generates(tmp_p
         "critic": RolePlacement("critic", "value", train=one),
         "reference": RolePlacement("reference", "policy", infer=one),
     }
-    runs = []
+    placement, runs = Placement(pools, roles, "cpu"), []
     for runtime in ("ray", "local"):
         folder = tmp_path / runtime
-        config = configured(folder, save_every=0, steps=5, runtime=runtime)
-        (folder / "one.toml").write_text(Placement(pools, roles, "cpu").to_toml())
-        critic = {"epochs": 40, "optimizer": {"lr": 1e-3}}
-        runs.append(configured(folder, save_every=0, steps=5, runtime=runtime, critic=critic))
-        del config
+        folder.mkdir()
+        (folder / "split.toml").write_text(placement.to_toml())
+        more = {"placement": str(folder / "split.toml"), "runtime": runtime, "trace": True}
+        more |= {"critic": {"epochs": 40, "optimizer": {"lr": 1e-3}}, "save_every": 0, "steps": 5}
+        runs.append(configured(folder, **more))
     finished(runs[0])
     train(ppo, runs[1])
     assert untimed(Path(runs[0].out)) == untimed(Path(runs[1].out))
