@@ -44,6 +44,7 @@ class Device:
     network_bytes_s: float
     network_latency_s: float
     host_bytes_s: float
+    fresh_bytes_s: float | None = None  # into memory that is new; None: as into any other
     shares: int = 1  # devices that share a host's cores: measured with all of them busy
     link_share: float = 1.0
     network_share: float = 1.0
@@ -65,6 +66,10 @@ class Device:
     def product_s(self, operations: float) -> float:
         """Seconds of one matrix product of so many operations."""
         return operations / (self.flops * on_curve(self.matmul, operations))
+
+    def fresh_s(self, size: float) -> float:
+        """Seconds in which the system hands out so many bytes of new memory."""
+        return size / self.fresh_bytes_s if self.fresh_bytes_s else 0.0
 
     def copy_s(self, size: float) -> float:
         """Seconds in which so many bytes of device memory are read or written."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from hfjax.mapping.cost import replica_rows
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.pricing import RoleCosts
+from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
 from hfjax.mapping.work import Kind, Option, Problem
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
@@ -25,7 +25,6 @@ ALIKE = 0.02  # ways closer than this in seconds and bytes are one
 QUICKEST = 2  # layouts of their own that scoring may have
 WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REMATS = ("none", "layer")
-MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,8 @@ from meshes.layouts import SHARED
 from meshes.mesh import AXES, MeshShape
 from meshes.placement import RolePlacement
 
+MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
+
 
 class RoleCosts:
     """One role on devices of one kind."""
@@ -43,7 +45,7 @@ class RoleCosts:
         self.device, self.work = device, problem.work
         self.model: Model = problem.models[role]
         self.calls: Sequence[Call] = problem.of(role)
-        self.cfg = self.model.config
+        self.cfg = replace(self.model.config, vocab_multiple=MOST_TENSOR)  # as the widest pads it
         self.head: Head = self.model.head
         if own := device.profile:
             seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
