@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.mapping.cost import replica_rows
 from hfjax.mapping.devices import Device, Profile
 from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
 from hfjax.mapping.work import Kind, Option, Problem
@@ -70,10 +69,11 @@ class _Ways:
     def options(self, devices: int) -> list[Option]:
         """What fits a device by itself."""
         found: list[Option] = []
+        own = self.quickest(devices)
         for _, bases in groupby(self.bases(devices), key=lambda o: _stages(o)):
             ways = [self.costs.priced(way) for base in bases for way in self.updates(base)]
             ways = pareto([way for way in ways if self.fits(way)])
-            ways = pareto([*ways, *self.apart(ways, devices)])
+            ways = pareto([*ways, *self.apart(ways, own)])
             found += self.generations(ways) if self.generates else ways
         return pareto(found)
 
@@ -108,13 +108,13 @@ class _Ways:
         if option.train is None:
             yield option
             return
-        shape = option.train
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
-        replicas = shape.data * shape.fsdp
+        shape, batch = option.train, self.work.rows // self.work.updates
+        unit = shape.data * shape.fsdp * self.model.rows_together
+        sizes = [n for n in divisors(batch) if n % unit == 0] or [0]  # 0: all, filled up
         tried: list[Option] = []
         for remat in REMATS:
-            for micro in [2**k for k in range(mine.bit_length())]:
-                way = replace(option, remat=remat, micro_sequences=micro * replicas)
+            for micro in sizes:
+                way = replace(option, remat=remat, micro_sequences=micro)
                 size = self.costs.update_bytes(way)
                 if size > self.limit:
                     break
@@ -122,23 +122,17 @@ class _Ways:
                 tried.append(replace(way, seconds=seconds, working_bytes=size))
         yield from pareto(tried)
 
-    def apart(self, ways: Sequence[Option], devices: int) -> list[Option]:
+    def apart(self, ways: Sequence[Option], own: Sequence[MeshShape]) -> list[Option]:
         """The same ways to train, scoring in a layout of its own where that takes less."""
         numbers = [call.number for call in self.calls if call.kind is Kind.INFER]
-        if self.one_layout or not self.model.trained or not numbers:
-            return []
         found: list[Option] = []
-        for shape in self.quickest(devices):
-            first = replace(ways[0], infer=shape) if ways else None
+        for shape in own if ways else ():
+            first = replace(ways[0], infer=shape)
+            calls = (call for call in self.calls if call.kind is Kind.INFER)
+            took = {call.number: self.costs.seconds(first, call) for call in calls}
+            took[numbers[0]] += self.costs.move_seconds(first)
             for way in ways:
-                assert first is not None
                 each = replace(way, infer=shape)
-                took = {
-                    call.number: self.costs.seconds(first, call)
-                    for call in self.calls
-                    if call.number in numbers
-                }
-                took[numbers[0]] += self.costs.move_seconds(each)
                 if sum(took.values()) < sum(way.seconds[number] for number in numbers):
                     working = max(way.working_bytes, self.costs.infer_bytes(each))
                     each = replace(each, seconds=dict(way.seconds) | took, working_bytes=working)
@@ -148,7 +142,9 @@ class _Ways:
     def quickest(self, devices: int) -> list[MeshShape]:
         """Layouts in which a pass takes least, one for each number of stages times tensor parts."""
         found: dict[int, tuple[float, MeshShape]] = {}
-        call = next(call for call in self.calls if call.kind is Kind.INFER)
+        call = next((call for call in self.calls if call.kind is Kind.INFER), None)
+        if self.one_layout or not self.model.trained or call is None:
+            return []
         for base in self.bases(devices):
             shape = base.train or base.infer
             assert shape is not None

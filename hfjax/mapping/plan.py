@@ -108,7 +108,8 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
         elif trained and role != main:
             setting, name = "critic", critic
         shape = model_shape(name, setting)
-        models[role] = Model(config=shape, head=kind.head, trained=trained)
+        together = builder.keywords.get("rows_together", 1)
+        models[role] = Model(config=shape, head=kind.head, trained=trained, rows_together=together)
     functions = scores if reward == FUNCTION else []
     agrees = config.dtype == "float32"
     nodes = dataflow(algorithm, config.algorithm, functions, agrees=agrees)

@@ -97,9 +97,9 @@ class RoleCosts:
             self.cfg,
             self.head,
             shape,
-            rows=math.ceil(self.work.rows / self.work.updates),
+            rows=self.work.rows // self.work.updates,
             tokens=self.work.row_tokens,
-            micro=option.micro_sequences // (shape.data * shape.fsdp),
+            micro=self.micro_rows(option)[0],
             zero=option.zero,
             sequence=option.sequence_parallel,
             remat=option.remat,
@@ -175,20 +175,25 @@ class RoleCosts:
         slots = self.work.prompt_tokens + self.work.n * self.work.response_tokens
         return _generation_bytes(self.cfg, option.generate, prompts * slots, self.engine.itemsize)
 
+    def micro_rows(self, option: Option) -> tuple[int, int]:
+        """A replica's rows of a micro-batch, and how many of them an update has."""
+        assert option.train is not None
+        mine = replica_rows(self.work.rows // self.work.updates, option.train)
+        micro = option.micro_sequences // (option.train.data * option.train.fsdp) or mine
+        return micro, math.ceil(mine / micro)
+
     def update_bytes(self, option: Option) -> float:
         """What an update needs beside what is resident."""
         shape, held = option.train, self.held(option)
         assert shape is not None
-        replicas = shape.data * shape.fsdp
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
-        micro = option.micro_sequences // replicas
+        micro, micros = self.micro_rows(option)
         activations = activation_bytes(
             self.cfg,
             self.head,
             self.meshed(option),
             rows=micro,
             tokens=self.work.row_tokens,
-            micros=math.ceil(mine / micro),
+            micros=micros,
             remat=option.remat,
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
