@@ -201,13 +201,13 @@ def row_of(turn: Turn, seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Medians in ms, and the quartiles."""
-    lines = ["layout".ljust(20) + "p_g-t_g" + "".join(f"{call:>21}" for call in CALLS)]
+    lines = ["layout".ljust(20) + "p_g-t_g" + "".join(f"{call:>24}" for call in CALLS)]
     for row in rows:
         cells = ""
         for call in CALLS:
             low, middle, high = (1e3 * s for s in row.get(call, (0, 0, 0)))
             text = f"{middle:.1f} ({low:.0f}-{high:.0f})" if call in row else "-"
-            cells += f"{text:>21}"
+            cells += f"{text:>24}"
         lines.append(f"{row['layout']:20}{row['p_g']:5}-{row['t_g']}{cells}")
     return "\n".join(lines)
 
