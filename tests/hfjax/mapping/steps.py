@@ -84,8 +84,7 @@ def random_options(problem: Problem, random: Random, most: int = 4) -> Options:
                     train=MeshShape(data=n),
                     infer=random.choice([None, None, MeshShape(data=n)]),
                     seconds={
-                        call.number: random.randint(4, 64) / 16 + 8 / n
-                        for call in problem.of(role)
+                        call.number: random.randint(4, 64) / 16 + 8 / n for call in problem.of(role)
                     },
                     resident_bytes=random.randint(5, 90) * GB // n,
                     working_bytes=random.randint(0, 30) * GB // n,
