@@ -31,6 +31,7 @@ from hfjax.roles import (
     role_class,
 )
 from hfjax.tokenizer import check_vocabulary, load_tokenizer
+from meshes.layouts import either
 from meshes.placement import Placement, load_placement, single_pool
 
 log = logging.getLogger(__name__)
@@ -91,11 +92,14 @@ class Plan:
         prompts = self.config.data.prompts_per_step
         parts = [f"a step: {prompts} prompts x {self.n} = {self.rows} rows"]
         for role in self.trained:
-            t = getattr(self.config, role)
+            t = self.builders[role].keywords["training"]
             mini = t.minibatch_sequences or self.rows
             micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
             updates = t.epochs * (self.rows // mini)
-            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
+            again = f", remat {t.remat}" if t.remat != "none" else ""
+            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch{again}")
+            if waves := self.placement.roles[role].generate_sequences:
+                parts.append(f"{role} generates {waves} rows at a time")
         return f"{'; '.join(parts)}; {self.steps} steps"
 
 
@@ -118,6 +122,7 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     steps = config.steps or config.epochs * source.steps_per_epoch
     rows = config.data.prompts_per_step * n
     builders = _builders(algorithm.roles(config.algorithm), config, model, (rows, steps))
+    placement = _placement(config, builders)
     plan = Plan(
         config=config,
         model=model,
@@ -126,13 +131,15 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         texts=_texts(config, builders, model),
         n=n,
         steps=steps,
-        builders=builders,
-        placement=_placement(config, builders),
+        builders=_sized(builders, placement),
+        placement=placement,
     )
     tokens, highest_id = _extent(plan)
     for role in plan.trained:
         _check_micro(plan, role, tokens)
     for role, place in plan.placement.roles.items():
+        if place.generate_sequences:
+            _check_waves(plan, role)
         check_model(builders[role], place, tokens, highest_id)
         if second := plan.placement.rollout(role):
             if not builders[role].keywords.get("rollout"):
@@ -292,6 +299,23 @@ def _devices_found(runtime: str) -> tuple[str | None, int]:
     return platform, int(devices)
 
 
+def _sized(builders: Mapping[str, partial[Any]], placement: Placement) -> dict[str, partial[Any]]:
+    """With the placement's micro-batches and rematerialisation where the run leaves them open."""
+    sized = dict(builders)
+    for role, place in placement.roles.items():
+        training = builders[role].keywords.get("training")
+        if training is None:
+            continue
+        given: dict[str, Any] = {}
+        if place.micro_sequences and not (training.micro_sequences or training.micro_tokens):
+            given["micro_sequences"] = place.micro_sequences
+        if place.remat and training.remat == TrainingConfig.remat:
+            given["remat"] = place.remat
+        if given:
+            sized[role] = partial(builders[role], training=dataclasses.replace(training, **given))
+    return sized
+
+
 def _extent(plan: Plan) -> tuple[int, int]:
     """Tokens of the longest row there can be, and the highest id, the actor's own included."""
     sets = [plan.source.items, *([plan.held_out.items] if plan.held_out else [])]
@@ -308,7 +332,9 @@ def _extent(plan: Plan) -> tuple[int, int]:
 
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
-    training = getattr(plan.config, role)
+    training = plan.builders[role].keywords["training"]
+    own = getattr(plan.config, role).micro_sequences == training.micro_sequences
+    where = f"{role}." if own else f"placement {plan.config.placement}: [{role}] "
     place = plan.placement.roles[role]
     together = plan.builders[role].keywords.get("rows_together", 1)
     unit = place.replicas * together
@@ -319,11 +345,11 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
         )
     if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
-        check_micro_sequences(training.micro_sequences, rows, unit, f"{role}.")
+        check_micro_sequences(training.micro_sequences, rows, unit, where)
         if plan.builders[role].keywords.get("pretrain"):
             texts = plan.config.data.prompts_per_step  # a step's
             micro = min(training.micro_sequences, texts)
-            check_micro_sequences(micro, texts, unit, f"data.pretrain: {role}.")
+            check_micro_sequences(micro, texts, unit, f"data.pretrain: {where}")
     if training.micro_tokens and place.base.pipe > 1:
         raise ValueError(
             f"{role}.micro_tokens={training.micro_tokens}: a pipeline of pipe={place.base.pipe} "
@@ -331,6 +357,23 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
         )
     if training.micro_tokens:
         check_micro_tokens(training.micro_tokens, tokens, unit, f"{role}.")
+
+
+def _check_waves(plan: Plan, role: str) -> None:
+    """Refuses waves that are not whole prompts on every replica of generation."""
+    place = plan.placement.rollout(role) or plan.placement.roles[role]
+    where = f"[{role}] generate_sequences = {place.generate_sequences}"
+    if not plan.builders[role].keywords.get("rollout"):
+        raise ValueError(f"{where}: this role generates nothing; remove it")
+    replicas = place.mesh_shape.over(place.generate_batch)
+    unit = replicas * plan.n
+    if place.generate_sequences % unit:
+        below = place.generate_sequences // unit * unit
+        legal = [rows for rows in (below, below + unit) if rows]
+        raise ValueError(
+            f"{where} must be a multiple of {unit}: {replicas} replicas of generation x "
+            f"{plan.n} responses a prompt; use {either(legal)}, or leave it out"
+        )
 
 
 def _check_weights(builder: partial[Any]) -> None:
