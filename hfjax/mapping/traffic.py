@@ -253,7 +253,8 @@ class _Training:
         found = _Moves(self.shape)
         staged, again = self.stages > 1, remat == "layer"
         ticks = self._ticks(micros) if staged else micros
-        # forward, once more of a whole stage, once more of each layer, and back
+        # forward, once more of a whole stage, once more of each layer, and back; the compiler
+        # merges the two in between where a stage has one layer, which is not modelled
         passes = 1 + staged + (again or bool(self.shards))
         reduces = 2 + 2 * staged + again + 5
         self._weights_gathered(found, passes * ticks)
