@@ -138,7 +138,6 @@ def _device(name: str, found: Found) -> Iterator[str]:
     if cpu:
         fresh = found["fresh"]["bytes"] / found["fresh"]["seconds"]
         yield from _keys(("fresh_bytes_s", fresh, "copied into memory that is new"))
-        yield "fused_attention = false"
     yield f"matmul = {_pairs(products, flops)}  # operations of a product, share of flops"
     yield f"copy = {_pairs(copies, memory_s)}  # bytes read and written, share of memory_bytes_s"
     if groups:

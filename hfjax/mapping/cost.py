@@ -99,11 +99,12 @@ def layer_s(
     H, K = cfg.heads / t, max(1.0, cfg.kv_heads / t)
     widths = (D * (H + 2 * K) * d, H * d * D, 2 * D * F / t, F / t * D)
     product = sum(device.product_s(2 * wide * width) for width in widths)
-    seen = tokens / 2 if device.fused_attention else tokens
+    fused = engine.profile.fused_attention
+    seen = tokens / 2 if fused else tokens
     product += 2 * device.product_s(2 * rows * H * d * tokens * seen)
     held = wide * (NORM_COPIES * D / (t if sequence else 1) + 3 * F / t + 2 * (H + 2 * K) * d)
     copies = device.copy_s(held * size)
-    if not device.fused_attention:
+    if not fused:
         copies += device.copy_s(SCORE_COPIES * 4 * rows * H * tokens * tokens)
     return product, copies
 

@@ -26,6 +26,7 @@ class Profile:
     layer_s: float  # launches of a layer: it takes no less
     collective_s: float  # a hop of a ring
     megatron: bool = False  # pipelines and memory as Megatron has them
+    fused_attention: bool = False  # scores never reach memory
     kv_cache: bool = True  # without one a token takes a pass over all before it
     waves: bool = False  # rows that the KV cache has no room for wait for their turn
 
@@ -51,7 +52,6 @@ class Device:
     matmul: Curve = ((1.0, 1.0),)
     copy: Curve = ((1.0, 1.0),)
     collective: Mapping[int, tuple[float, float]] | None = None  # size: (latency_s, bytes_s)
-    fused_attention: bool = True  # scores never reach memory
     profile: Profile | None = None  # measured here
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from hfjax.mapping.report import (
 )
 from hfjax.mapping.search import Found, Plan, needs_of, search
 from hfjax.mapping.simulate import write_trace
-from hfjax.mapping.verify import job, table, verify
+from hfjax.mapping.verify import jobs, table, verify
 from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
@@ -197,8 +197,8 @@ def _verified(task: Problem, cluster: Cluster, best: Plan) -> str:
     for pool in best.pools:
         kinds = [d for (d, _), n in zip(cluster, pool.devices, strict=True) if n]
         for role, option in pool.options.items():
-            made = job(role, task.models[role], option, task.work)
-            rows = verify([made], slowest(kinds).memory_bytes)
+            made = jobs(role, task.models[role], option, task.work)
+            rows = verify(made, slowest(kinds).memory_bytes)
             tables.append(f"{role}, compiled for {sum(pool.devices)} devices\n{table(rows)}")
     return "\n\n".join(tables)
 

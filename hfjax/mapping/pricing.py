@@ -164,7 +164,8 @@ class RoleCosts:
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
             itemsize=self.engine.itemsize,
-            fused_attention=self.device.fused_attention,
+            fused_attention=self.engine.profile.fused_attention,
+            cpu=self.device.fresh_bytes_s is not None,
             backward=False,
         ).total
 
@@ -198,7 +199,8 @@ class RoleCosts:
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
             itemsize=self.engine.itemsize,
-            fused_attention=self.device.fused_attention,
+            fused_attention=self.engine.profile.fused_attention,
+            cpu=self.device.fresh_bytes_s is not None,
         ).total
         if self.engine.profile.megatron:
             return activations

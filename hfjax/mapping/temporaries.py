@@ -120,14 +120,15 @@ def activation_bytes(
     sequence_parallel: bool = False,
     itemsize: int = 2,
     fused_attention: bool = False,
+    cpu: bool = True,
     backward: bool = True,
     trained: bool = True,
 ) -> Activations:
     """Temporaries of the program that adds up gradients, or of a scoring pass.
 
     `rows` of one replica's micro-batch, or of its pass; `micros` are in flight in a pipeline. With
-    `fused_attention` a GPU's: no scores, no weights in float32 nor copies of them. A role that is
-    not `trained` reads weights in the dtype of computation, under ZeRO-3 too.
+    `fused_attention` there are no scores; only the `cpu` compiler has products in float32, and
+    copies of weights. A role that is not `trained` reads weights in the dtype of computation, under ZeRO-3 too.
     """
     weights, state, _ = layouts(cfg, shape, zero, relay)
     p = shape.over(STAGES)
@@ -148,18 +149,17 @@ def activation_bytes(
     logits = _logits(cfg, head, weights, shape, -(-rows * micros // p), tokens)
     return Activations(
         saved=inside + ticks if backward else 0,
-        layer=_layer(size, itemsize, backward=backward),
+        layer=_layer(size, F32 // itemsize if cpu else 1, backward=backward),
         head=(3 if backward else 2) * logits,
         gradients=whole + (stacked * itemsize if p > 1 else 0) if backward else 0,
         stages=(3 if backward else 2) * in_flight,
-        copies=0 if fused_attention else stacked * read,
-        widened=0 if fused_attention else F32 * (per_layer + _head_size(cfg, head, weights, shape)),
+        copies=stacked * read if cpu else 0,
+        widened=F32 * (per_layer + _head_size(cfg, head, weights, shape)) if cpu else 0,
     )
 
 
-def _layer(size: _Sizes, itemsize: int, *, backward: bool) -> int:
-    """Attention or MLP, whichever has more live; without scores in the dtype of computation."""
-    wide = F32 // itemsize if size.scores else 1
+def _layer(size: _Sizes, wide: int, *, backward: bool) -> int:
+    """Attention or MLP, whichever has more live; products are `wide` times the dtype's width."""
     if not backward:
         return max(3 * size.scores + size.whole, wide * (3 * size.mlp + 2 * size.whole))
     attention = 6 * size.scores + wide * (4 * size.queries + 2 * size.whole)
@@ -199,6 +199,7 @@ def prefill_bytes(
     relay: str = HYBRID,
     itemsize: int = 2,
     fused_attention: bool = False,
+    cpu: bool = True,
 ) -> int:
     """Temporaries of the prompts' pass, `rows` of a replica of generation; caches are outputs."""
     layout = layouts(cfg, shape, 3, relay)[2]
@@ -207,9 +208,11 @@ def prefill_bytes(
         rows //= divisors(rows, most=stages)[-1]
     size = _sizes(cfg, layout, shape, rows, tokens, itemsize, False)
     if fused_attention:
-        return _layer(replace(size, scores=0), itemsize, backward=False) + 2 * size.whole
-    wide = F32 * (_generating_layer(cfg, shape, relay) + _head_size(cfg, "lm", layout, shape))
-    return _layer(size, itemsize, backward=False) + size.whole + wide
+        size = replace(size, scores=0)
+    if not cpu:
+        return _layer(size, 1, backward=False) + 2 * size.whole
+    weights = F32 * (_generating_layer(cfg, shape, relay) + _head_size(cfg, "lm", layout, shape))
+    return _layer(size, F32 // itemsize, backward=False) + size.whole + weights
 
 
 def decode_bytes(
@@ -220,13 +223,13 @@ def decode_bytes(
     slots: int,
     relay: str = HYBRID,
     itemsize: int = 2,
-    fused_attention: bool = False,
+    cpu: bool = True,
 ) -> int:
     """Temporaries of a segment of tokens: logits and noise; on a CPU what it reads, in float32."""
     layout = layouts(cfg, shape, 3, relay)[2]
     vocab = cfg.padded_vocab // shape.over(layout.mesh_axes(VOCAB))
     logits = 3 * F32 * rows * vocab
-    if fused_attention:
+    if not cpu:
         return logits
     stages = shape.over(layout.mesh_axes(LAYERS))
     micros = divisors(rows, most=stages)[-1] if stages > 1 else 1

@@ -8,12 +8,14 @@ are asserted. That compiler has no fused attention: its temporaries are an upper
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hfjax.engine import meter
@@ -75,16 +77,27 @@ class Row:
     compiled_received: float
     temporaries: float
     compiled_temporaries: int
+    cpu_only: float  # of the predicted ones those that only the CPU compiler makes
     seconds: float  # to compile
 
     @property
     def total(self) -> float:
-        """All that a device holds while it runs, as compiled."""
-        return self.beside + self.compiled_arguments + self.outputs + self.compiled_temporaries
+        """All that a device holds while it runs, as compiled, without what is the CPU's own."""
+        temporaries = max(0.0, self.compiled_temporaries - self.cpu_only)
+        return self.beside + self.compiled_arguments + self.outputs + temporaries
 
 
-def job(role: str, model: Model, option: Option, work: Workload) -> Job:
-    """What `role` runs under an option of the search."""
+def jobs(role: str, model: Model, option: Option, work: Workload) -> list[Job]:
+    """What `role` runs under an option of the search; scoring apart where its layout is its own."""
+    if option.train is None or option.infer is None:
+        return [_job(role, model, option, work)]
+    trains = dataclasses.replace(_job(role, model, option, work), infer_rows=0)
+    scores = dataclasses.replace(option, train=None, generate=None)
+    frozen = dataclasses.replace(model, trained=False, generates=False)
+    return [trains, _job(role, frozen, scores, work)]
+
+
+def _job(role: str, model: Model, option: Option, work: Workload) -> Job:
     base = option.train if model.trained else option.infer or option.train
     assert base is not None
     placement = RolePlacement(
@@ -98,19 +111,21 @@ def job(role: str, model: Model, option: Option, work: Workload) -> Job:
         relay=option.relay,
     )
     shape = placement.mesh_shape
-    rows = max(option.micro_sequences, placement.replicas)
     batch = work.rows // work.updates
+    rows = option.micro_sequences or math.ceil(batch / placement.replicas) * placement.replicas
     per = memory.pass_rows(work.rows // placement.replicas, work.row_tokens)
     generates = model.generates and option.relay != TWO_COPIES
+    replicas = shape.over(placement.generate_batch)
+    wave = math.ceil(math.ceil(work.prompts / replicas) / option.waves)
     return Job(
         config=dataclasses.replace(model.config, vocab_multiple=shape.tensor * shape.tensor_micro),
         head=model.head,
         placement=placement,
         remat=option.remat,
-        micros=max(1, batch // rows) if model.trained else 0,
+        micros=math.ceil(batch / rows) if model.trained else 0,
         rows=rows if model.trained else 0,
         infer_rows=per * placement.replicas,
-        prompts=work.prompts // option.waves if generates else 0,
+        prompts=wave * replicas if generates else 0,
         n=work.n,
         prompt_tokens=work.prompt_tokens,
         response_tokens=work.response_tokens,
@@ -125,6 +140,7 @@ class Prediction:
     arguments: float
     moves: traffic.Moves
     temporaries: float
+    cpu_only: float = 0.0
 
 
 def predicted(job: Job) -> dict[str, Prediction]:
@@ -251,6 +267,7 @@ def _row(
         compiled_received=sum(received for _, received in made),
         temporaries=expected.temporaries,
         compiled_temporaries=max(each.temp_bytes for each in used),
+        cpu_only=expected.cpu_only,
         seconds=seconds,
     )
 
@@ -263,13 +280,20 @@ def _training(job: Job) -> dict[str, Prediction]:
     run: Any = {"rows": rows, "tokens": job.tokens, "micros": job.micros, "remat": job.remat}
     run |= {"sequence_parallel": place.sequence_parallel, "itemsize": ITEMSIZE, **layout}
     moves = traffic.update_traffic(cfg, job.head, shape, **run)
-    active = temporaries.activation_bytes(cfg, job.head, shape, **run)
+    active, elsewhere = (
+        temporaries.activation_bytes(cfg, job.head, shape, **run, cpu=cpu).total
+        for cpu in (True, False)
+    )
     columns = job.micros * rows * (job.tokens * 5 + 4 * (job.head == "score"))
     read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
     found = {
         "accumulate": Prediction(
-            beside, read + held.gradients + columns, moves["accumulate"], active.total
+            beside,
+            read + held.gradients + columns,
+            moves["accumulate"],
+            active,
+            active - elsewhere,
         ),
         "reduce": Prediction(
             held.optimizer + held.weights,
@@ -303,10 +327,12 @@ def _scoring(job: Job) -> dict[str, Prediction]:
         beside = held.optimizer - (0 if held.weights else held.master)
     ids = run["rows"] * (job.tokens * 4 + 4 * (job.head == "score"))
     moves = traffic.forward_traffic(cfg, job.head, shape, **run)
-    active = temporaries.activation_bytes(
-        cfg, job.head, shape, **run, backward=False, trained=job.micros > 0
+    run |= {"backward": False, "trained": job.micros > 0}
+    active, elsewhere = (
+        temporaries.activation_bytes(cfg, job.head, shape, **run, cpu=cpu).total
+        for cpu in (True, False)
     )
-    return {"scoring": Prediction(beside, read + ids, moves, active.total)}
+    return {"scoring": Prediction(beside, read + ids, moves, active, active - elsewhere)}
 
 
 def _generation(job: Job) -> dict[str, Prediction]:
@@ -320,14 +346,22 @@ def _generation(job: Job) -> dict[str, Prediction]:
     step = traffic.decode_traffic(cfg, shape, n=job.n, **run)
     prompt = memory.kv_bytes(cfg, shape, slots=job.prompt_tokens, **run)
     own = memory.kv_bytes(cfg, shape, slots=job.response_tokens * job.n, **run)
-    first = temporaries.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
     slots = job.prompt_tokens + job.response_tokens * job.n
-    later = temporaries.decode_bytes(cfg, shape, slots=slots, **run)
+    first, first_elsewhere, later, later_elsewhere = (
+        find(cpu=cpu)
+        for find in (
+            partial(temporaries.prefill_bytes, cfg, shape, tokens=job.prompt_tokens, **run),
+            partial(temporaries.decode_bytes, cfg, shape, slots=slots, **run),
+        )
+        for cpu in (True, False)
+    )
     steps = job.response_tokens - 1
     segment = tuple(dataclasses.replace(each, times=each.times * steps) for each in step)
     found = {
-        "prefill": Prediction(held.optimizer, weights, moves, first),
-        "segment": Prediction(held.optimizer, weights + prompt + own, segment, later),
+        "prefill": Prediction(held.optimizer, weights, moves, first, first - first_elsewhere),
+        "segment": Prediction(
+            held.optimizer, weights + prompt + own, segment, later, later - later_elsewhere
+        ),
     }
     return {"relay": _relay(job, held), **found}
 

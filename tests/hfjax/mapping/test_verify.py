@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.mapping import jobs
 from hfjax.mapping.memory import pass_rows
-from hfjax.mapping.verify import Job, Row, compile_apart, compiled, job, require_room, table, verify
+from hfjax.mapping.verify import Job, Row, compile_apart, compiled, require_room, table, verify
+from hfjax.mapping.verify import jobs as verify_jobs
 from hfjax.mapping.work import Model, Option, Workload
 from hfjax.models.llama import ModelConfig
 from meshes.mesh import MeshShape
@@ -117,9 +118,10 @@ def test_a_job_is_what_an_option_says_of_a_workload() -> None:
     )
     model = Model(config=CFG, head="lm", trained=True, generates=True)
     work = Workload(prompts=64, prompt_tokens=512, response_tokens=512, updates=4)
-    found = job("actor", model, option, work)
+    (found,) = verify_jobs("actor", model, option, work)
     assert (found.micros, found.rows, found.prompts) == (4, 4, 32)
     assert found.infer_rows == 2 * pass_rows(32, 1024)
-    reference = job("reference", replace(model, trained=False, generates=False), option, work)
+    frozen = replace(model, trained=False, generates=False)
+    (reference,) = verify_jobs("reference", frozen, option, work)
     assert (reference.micros, reference.prompts) == (0, 0)
     assert reference.placement.infer == option.train
