@@ -64,6 +64,8 @@ class _Ways:
         self.model, self.work, self.cfg = self.costs.model, self.costs.work, self.costs.cfg
         self.calls, self.device = self.costs.calls, device
         self.limit = USABLE * device.memory_bytes
+        # hfjax's gains nothing where all-reduces stay whole, and loses where a micro-batch is large
+        self.splits_sequence = self.costs.engine.profile.megatron
         self.generates = any(call.kind is Kind.GENERATE for call in self.calls)
 
     def options(self, devices: int) -> list[Option]:
@@ -95,7 +97,7 @@ class _Ways:
                     if shape.fsdp > 1 and self.cfg.embed % shape.fsdp:
                         continue
                     where: Any = {"train" if self.model.trained else "infer": shape, "zero": zero}
-                    yield Option(**where, sequence_parallel=t > 1)
+                    yield Option(**where, sequence_parallel=t > 1 and self.splits_sequence)
 
     def tensors(self) -> list[int]:
         """Tensor parallel sizes that divide what they split."""

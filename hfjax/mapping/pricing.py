@@ -201,10 +201,10 @@ class RoleCosts:
             itemsize=self.engine.itemsize,
             fused_attention=self.engine.profile.fused_attention,
             cpu=self.device.fresh_bytes_s is not None,
-        ).total
+        )
         if self.engine.profile.megatron:
-            return activations
-        return held.weights + held.gradients + max(activations, held.reduced)
+            return activations.total - activations.gradients  # added up where they arise
+        return held.weights + held.gradients + max(activations.total, held.reduced)
 
     def held(self, option: Option) -> Held:
         assert option.train is not None

@@ -128,7 +128,8 @@ def activation_bytes(
 
     `rows` of one replica's micro-batch, or of its pass; `micros` are in flight in a pipeline. With
     `fused_attention` there are no scores; only the `cpu` compiler has products in float32, and
-    copies of weights. A role that is not `trained` reads weights in the dtype of computation, under ZeRO-3 too.
+    copies of weights. A role that is not `trained` reads weights in the dtype of computation,
+    under ZeRO-3 too.
     """
     weights, state, _ = layouts(cfg, shape, zero, relay)
     p = shape.over(STAGES)
