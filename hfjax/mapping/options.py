@@ -110,11 +110,10 @@ class _Ways:
             yield option
             return
         shape = option.train
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
         replicas = shape.data * shape.fsdp
         tried: list[Option] = []
         for remat in REMATS:
-            for micro in [2**k for k in range(mine.bit_length())]:
+            for micro in self.micros(shape):
                 way = replace(option, remat=remat, micro_sequences=micro * replicas)
                 size = self.costs.update_bytes(way)
                 if size > self.limit:
@@ -122,6 +121,14 @@ class _Ways:
                 seconds = {-1: self.costs.update_seconds(way)}
                 tried.append(replace(way, seconds=seconds, working_bytes=size))
         yield from pareto(tried)
+
+    def micros(self, shape: MeshShape) -> list[int]:
+        """Rows of a replica's micro-batch: its mini-batch in whole parts, as the engine cuts it."""
+        rows = math.ceil(self.work.rows / self.work.updates)
+        mine = replica_rows(rows, shape)
+        if rows % (shape.data * shape.fsdp):
+            return [mine]
+        return [k for k in divisors(mine) if k & (k - 1) == 0 or k == mine]
 
     def apart(self, ways: Sequence[Option], devices: int) -> list[Option]:
         """The same ways to train, scoring in a layout of its own where that takes less."""

@@ -158,7 +158,7 @@ def plan(algorithm: ModuleType, config: Any) -> str:
             "not among them\n" + rejected_text(found.rejected),
         )
     )
-    placement = placement_of(best, cluster)
+    placement = placement_of(best, cluster, task.work)
     if config.out:
         Path(config.out).write_text(placement.to_toml())
         text += f"\n\nplacement written to {config.out}"
