@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation in waves: the tokens of one wave, whatever the layout, rows, widths and processes."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ SETTINGS = ppo.Settings(kl=KLConfig(where="none"))
 PROMPTS = [[5, 9, 2], [7], [11, 3, 8, 90, 41], [1, 2, 3, 4], [60, 61], [33], [9, 9]]
 NEW = 40  # a second response bucket, after one of 32
 N = 2
+Columns = Mapping[str, Any]
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {  # the actor's, rows of a wave
     "four replicas, two waves": (
         {"train": MeshShape(data=2, tensor=2), "generate": MeshShape(tensor=1)},
@@ -66,7 +68,7 @@ def rows(n: int) -> Batch:
     return batch | {"max_new_tokens": limits}
 
 
-def generated(m: Models) -> tuple[Batch, Batch, list[int]]:
+def generated(m: Models) -> tuple[Columns, Columns, list[int]]:
     """Sampled twice and, a row a prompt, greedily; programs compiled in each of the calls."""
     sampled, greedy = rows(N), rows(1)
     found = sampled | m.actor.generate_sequences(sampled)
@@ -75,10 +77,10 @@ def generated(m: Models) -> tuple[Batch, Batch, list[int]]:
     likeliest = greedy | m.actor.generate_sequences(greedy, greedy=True, group=1)
     assert likeliest["input_ids"].any()
     calls = [call for call in m.drain() if call.method == "generate_sequences"]
-    return found, likeliest, [call.compiles for call in calls]
+    return found.resolved(), likeliest.resolved(), [call.compiles for call in calls]
 
 
-def assert_same(found: Batch, wanted: Batch) -> None:
+def assert_same(found: Columns, wanted: Columns) -> None:
     """Tokens and lengths bit for bit, log-probs to float32's rounding."""
     assert found["input_ids"].shape[1] == wanted["input_ids"].shape[1]
     for name in ("input_ids", "length", "response_mask", "truncated"):
@@ -94,7 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(model: Path) -> tuple[Batch, Batch]:
+def whole(model: Path) -> tuple[Columns, Columns]:
     """What one device generates all at once."""
     with started(model, 0, train=MeshShape()) as m:
         return generated(m)[:2]
@@ -105,7 +107,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:]
 
 @pytest.mark.parametrize("name", [next(iter(LAYOUTS)), *SLOW])
 def test_waves_give_the_tokens_of_all_rows_at_once(
-    name: str, model: Path, whole: tuple[Batch, Batch]
+    name: str, model: Path, whole: tuple[Columns, Columns]
 ) -> None:
     """Widths differ: the first prompt's wave has two buckets, others have one."""
     where, sequences = LAYOUTS[name]
@@ -169,7 +171,7 @@ def test_the_prompts_of_each_replica_are_cut_in_equal_parts(
 @pytest.mark.ray
 @pytest.mark.parametrize("train", [MeshShape(data=4), MeshShape(pipe=2, tensor=2)], ids=str)
 def test_processes_agree_on_their_waves(
-    train: MeshShape, model: Path, whole: tuple[Batch, Batch]
+    train: MeshShape, model: Path, whole: tuple[Columns, Columns]
 ) -> None:
     """Two processes of two devices: one, or two, have the rows of each replica."""
     with started(model, 8, processes=2, train=train) as m:
