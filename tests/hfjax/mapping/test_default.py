@@ -59,9 +59,9 @@ def test_the_file_of_a_plan_says_how_much_is_worked_on_at_a_time() -> None:
 
 def test_micro_batches_that_are_planned_cut_the_mini_batch() -> None:
     """Of 24 rows: on 8 devices 3 each, on 5 no whole number, so the mini-batch at once."""
-    calls = [("actor", Kind.GENERATE, set()), ("actor", Kind.TRAIN, {0})]
-    actor = Model(config=SMALL, head="lm", trained=True, generates=True)
-    problem = Problem(a_problem(*calls).calls, {"actor": actor}, WORK)
+    calls = a_problem(("actor", Kind.TRAIN, set())).calls
+    actor = Model(config=SMALL, head="lm", trained=True)
+    problem = Problem(calls, {"actor": actor}, dataclasses.replace(WORK, response_tokens=8192))
     pricer = Pricer(problem=problem, profile=load_profile("hfjax"))
     for devices in (3, 5, 6, 8):
         options = pricer.options("actor", CLUSTER[0][0], devices)
@@ -93,12 +93,13 @@ def test_every_algorithm_is_planned_on_devices_that_the_mapper_knows(
     algorithm: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start_s = time.process_time()
-    plan = planned(algorithm, monkeypatch)
+    plan = planned(algorithm, monkeypatch, dataclasses.replace(A100, platform="gpu"))
     assert time.process_time() - start_s < 4  # the data is read too
     assert "no placement planned" not in caplog.text
     assert plan.placement.devices == 8
     assert {pool.processes for pool in plan.placement.pools.values()} == {1}
-    assert plan.placement != all_devices(plan, 8)
+    assert plan.placement.platform == "gpu"
+    assert plan.placement.roles != all_devices(plan, 8).roles
     assert parse_placement(plan.placement.to_toml()) == plan.placement
 
 
