@@ -20,6 +20,7 @@ from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources, make_texts
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
+from hfjax.mapping.default import Found, Sizes, default_placement
 from hfjax.models.hf import check_files, load_config, resolve_model
 from hfjax.rewards import FunctionCost, FunctionReward
 from hfjax.roles import (
@@ -122,7 +123,11 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     steps = config.steps or config.epochs * source.steps_per_epoch
     rows = config.data.prompts_per_step * n
     builders = _builders(algorithm.roles(config.algorithm), config, model, (rows, steps))
-    placement = _placement(config, builders)
+    if config.placement:
+        found, placement = None, _named_placement(config, builders)
+    else:
+        found = _devices_found(config.runtime)
+        placement = _all_devices(builders, found)
     plan = Plan(
         config=config,
         model=model,
@@ -131,17 +136,35 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         texts=_texts(config, builders, model),
         n=n,
         steps=steps,
-        builders=_sized(builders, placement),
+        builders=builders,
         placement=placement,
     )
-    tokens, highest_id = _extent(plan)
+    sizes, highest_id = _extent(plan)
+    check = partial(_placed, plan, sizes.row_tokens, highest_id)
+    if found:
+        what = algorithm, config.algorithm, builders
+        placement = default_placement(*what, sizes, found, check) or placement
+    plan = check(placement)
+    for builder in (builders[role] for role in plan.placement.roles):
+        _check_weights(builder)
+        if (other := builder.keywords["model"]) != model:
+            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
+    if rollout:
+        _check_stops(model, rollout)
+    return plan
+
+
+def _placed(plan: Plan, tokens: int, highest_id: int, placement: Placement) -> Plan:
+    """The plan on a placement that its models, rows and micro-batches fit."""
+    builders = _sized(plan.builders, placement)
+    plan = dataclasses.replace(plan, builders=builders, placement=placement)
     for role in plan.trained:
         _check_micro(plan, role, tokens)
-    for role, place in plan.placement.roles.items():
+    for role, place in placement.roles.items():
         if place.generate_sequences:
             _check_waves(plan, role)
         check_model(builders[role], place, tokens, highest_id)
-        if second := plan.placement.rollout(role):
+        if second := placement.rollout(role):
             if not builders[role].keywords.get("rollout"):
                 raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
             try:
@@ -149,11 +172,6 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
             except ValueError as error:
                 where = f"[{role}] generate on the devices of [pool.{second.pool}]"
                 raise ValueError(f"{where}: {error}") from error
-        _check_weights(builders[role])
-        if (other := builders[role].keywords["model"]) != model:
-            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
-    if rollout:
-        _check_stops(model, rollout)
     return plan
 
 
@@ -259,33 +277,40 @@ def _scores(config: Any) -> list[Any]:
     return [getattr(config, name) for name in ("reward", "cost") if hasattr(config, name)]
 
 
-def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+def _named_placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+    """The file or preset that the run names."""
+    placed, frozen = _on_devices(builders)
+    placement = load_placement(config.placement, placed)
+    for role, place in placement.roles.items():
+        where = f"placement {config.placement}: [{role}]"
+        if role in frozen and place.train:
+            mend = "remove it" if place.infer else "write infer in its place"
+            raise ValueError(f"{where} train: this role only computes; {mend}")
+        if role not in frozen and not place.train:
+            raise ValueError(
+                f"{where} infer: this role is updated; write train in its place, or add it"
+            )
+    return placement
+
+
+def _all_devices(builders: Mapping[str, partial[Any]], found: Found) -> Placement:
+    """Every role on all devices found."""
+    placed, frozen = _on_devices(builders)
+    return single_pool(placed, found.count, frozen=frozen, platform=found.platform)
+
+
+def _on_devices(builders: Mapping[str, partial[Any]]) -> tuple[list[str], list[str]]:
+    """Roles that need a pool, and those of them that are never updated."""
     placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
-    frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
-    if config.placement:
-        placement = load_placement(config.placement, placed)
-        for role, place in placement.roles.items():
-            where = f"placement {config.placement}: [{role}]"
-            if role in frozen and place.train:
-                mend = "remove it" if place.infer else "write infer in its place"
-                raise ValueError(f"{where} train: this role only computes; {mend}")
-            if role not in frozen and not place.train:
-                raise ValueError(
-                    f"{where} infer: this role is updated; write train in its place, or add it"
-                )
-        return placement
-    platform, devices = _devices_found(config.runtime)
-    return single_pool(placed, devices, frozen=frozen, platform=platform)
+    return placed, [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
 
 
-def _devices_found(runtime: str) -> tuple[str | None, int]:
-    """Platform (None: this process's) and devices of this host.
-
-    For runtime ray a child process looks, so that this one holds none.
-    """
+def _devices_found(runtime: str) -> Found:
+    """The devices of this host; for runtime ray a child process looks: this one holds none."""
     if runtime == "local":
-        return None, len(jax.devices())
-    code = "import jax; print(jax.default_backend(), len(jax.devices()))"
+        devices = jax.devices()
+        return Found(None, devices[0].device_kind, len(devices))
+    code = "import jax; d = jax.devices(); print(jax.default_backend(), len(d), d[0].device_kind)"
     look = [sys.executable, "-c", code]
     try:
         found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
@@ -295,8 +320,8 @@ def _devices_found(runtime: str) -> tuple[str | None, int]:
         ) from None
     if found.returncode:
         raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
-    platform, devices = found.stdout.split()[-2:]
-    return platform, int(devices)
+    platform, devices, kind = found.stdout.strip().splitlines()[-1].split(maxsplit=2)
+    return Found(platform, kind, int(devices))
 
 
 def _sized(builders: Mapping[str, partial[Any]], placement: Placement) -> dict[str, partial[Any]]:
@@ -316,25 +341,28 @@ def _sized(builders: Mapping[str, partial[Any]], placement: Placement) -> dict[s
     return sized
 
 
-def _extent(plan: Plan) -> tuple[int, int]:
-    """Tokens of the longest row there can be, and the highest id, the actor's own included."""
+def _extent(plan: Plan) -> tuple[Sizes, int]:
+    """The longest prompts and rows there can be, and the highest id, the actor's own included."""
     sets = [plan.source.items, *([plan.held_out.items] if plan.held_out else [])]
     lengths, ids = zip(*map(extent, sets), strict=True)
-    longest, highest = max(lengths), max(ids)
+    prompt, longest, highest = max(lengths), max(lengths), max(ids)
     if plan.rollout:
         longest += plan.rollout.max_new_tokens
         highest = max(highest, load_config(plan.model).vocab - 1)
     if plan.texts:  # nothing is generated after them
         text, highest_of_text = extent(plan.texts.items)
         longest, highest = max(longest, text), max(highest, highest_of_text)
-    return longest, highest
+    prompts = plan.config.data.prompts_per_step
+    sizes = Sizes(prompts=prompts, n=plan.n, prompt_tokens=prompt, row_tokens=longest)
+    return sizes, highest
 
 
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
     training = plan.builders[role].keywords["training"]
     own = getattr(plan.config, role).micro_sequences == training.micro_sequences
-    where = f"{role}." if own else f"placement {plan.config.placement}: [{role}] "
+    file = plan.config.placement or "planned"
+    where = f"{role}." if own else f"placement {file}: [{role}] "
     place = plan.placement.roles[role]
     together = plan.builders[role].keywords.get("rows_together", 1)
     unit = place.replicas * together
