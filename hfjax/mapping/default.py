@@ -63,14 +63,12 @@ def default_placement(
     """The quickest placement on the devices found that passes the run's own `check`.
 
     `settings` are the algorithm's, `builders` its roles with a run's bound. None, with a line that
-    says why, where nothing can be planned; simulated devices share their cores, so that they are
-    not planned for, which is not worth a line.
+    says why, where nothing can be planned; one device, and simulated ones, which share their cores,
+    are not worth a line.
     """
-    if found.kind == "cpu":
+    if found.kind == "cpu" or found.count == 1:
         return None
     name = KINDS.get(found.kind.removeprefix("NVIDIA "))
-    if found.count == 1:
-        return _unplanned("there is one device")
     if name is None:
         return _unplanned(f"the mapper knows {either(KINDS)}, and no {found.kind!r}")
     device = load_devices()[name]
