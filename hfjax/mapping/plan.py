@@ -156,7 +156,7 @@ def plan(algorithm: ModuleType, config: Any) -> str:
         parts.append("not among them\n" + rejected_text(found.rejected))
     if config.verify:
         parts.append(_verified(task, cluster, found.best))
-    parts.append(_written(config, placement_of(found.best, cluster), found.best))
+    parts.append(_written(config, placement_of(found.best, cluster, task.work), found.best))
     return "\n\n".join(parts)
 
 

@@ -3,11 +3,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hfjax.mapping.devices import Cluster
 from hfjax.mapping.search import Found, Plan, PlanPool, Rejected
 from hfjax.mapping.simulate import idle_shares, picture_of
-from hfjax.mapping.work import Option, Problem
+from hfjax.mapping.work import Option, Problem, Workload
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
@@ -15,11 +16,11 @@ from meshes.placement import Placement, Pool, RolePlacement
 GB = 1e9
 
 
-def placement_of(plan: Plan, cluster: Cluster) -> Placement:
+def placement_of(plan: Plan, cluster: Cluster, work: Workload) -> Placement:
     """The plan as `hfjax train --placement` takes it: a process for each machine of a pool."""
     pools = {pool.name: _pool(pool, cluster) for pool in plan.pools}
     roles = {
-        role: _role(role, pool.name, option)
+        role: _role(role, pool.name, option, work)
         for pool in plan.pools
         for role, option in pool.options.items()
     }
@@ -34,8 +35,8 @@ def _pool(pool: PlanPool, cluster: Cluster) -> Pool:
     return Pool(pool.name, devices, processes)
 
 
-def _role(role: str, pool: str, option: Option) -> RolePlacement:
-    return RolePlacement(
+def _role(role: str, pool: str, option: Option, work: Workload) -> RolePlacement:
+    place = RolePlacement(
         role,
         pool,
         train=option.train,
@@ -45,6 +46,17 @@ def _role(role: str, pool: str, option: Option) -> RolePlacement:
         sequence_parallel=option.sequence_parallel,
         relay=option.relay,
     )
+    micro = option.micro_sequences
+    if option.train and micro and (work.rows // work.updates) % micro == 0:
+        place = replace(place, micro_sequences=micro)
+    if option.train and option.remat != "none":
+        place = replace(place, remat=option.remat)
+    if option.generate and option.waves > 1:
+        replicas = place.mesh_shape.over(place.generate_batch)
+        prompts = math.ceil(work.prompts / replicas)  # of a replica
+        rows = math.ceil(prompts / option.waves) * replicas * work.n
+        place = replace(place, generate_sequences=rows)
+    return place
 
 
 def memory_bytes(pool: PlanPool) -> float:
@@ -108,13 +120,10 @@ def _sets(sets: Iterable[Iterable[str]]) -> str:
     return " | ".join(" ".join(roles) for roles in sets)
 
 
-def objectives_text(founds: Mapping[str, Found | ValueError]) -> str:
+def objectives_text(founds: Mapping[str, Found]) -> str:
     """The objectives side by side: what each chose, and what the other says of it."""
     rows = [("objective", "chose", "seconds a step", "d_cost", "priced of", "searched s")]
     for name, found in founds.items():
-        if isinstance(found, ValueError):
-            rows.append((name, "nothing fits", "-", "-", "-", "-"))
-            continue
         best = found.best
         pools = " | ".join(f"{' '.join(pool.roles)} on {sum(pool.devices)}" for pool in best.pools)
         counts = f"{found.priced:,} of {found.pairs:,}"
