@@ -112,9 +112,7 @@ def placed(row: Row, full: MeshShape) -> RolePlacement:
     return RolePlacement("actor", "all", train=base, zero=row["zero"])
 
 
-def pairs_of(
-    rows: Sequence[Row], engine: Engine, cfg: ModelConfig = CFG
-) -> dict[str, list[Pair]]:
+def pairs_of(rows: Sequence[Row], engine: Engine, cfg: ModelConfig = CFG) -> dict[str, list[Pair]]:
     """Pairs by call; `all` is the sum of a layout's calls, generation on whole models."""
     found: dict[str, list[Pair]] = {call: [] for call in (*NAMES, "all")}
     for row in rows:
@@ -177,13 +175,6 @@ def report(rows: Sequence[Row], engine: Engine) -> bool:
         print(f"rank correlation of {NAMES.get(call, call):9}{value:6.2f}  of {len(pairs)}")
     fine &= layouts >= set(LAYOUTS)
     return fine
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of the part `measured`."""
-    parser.add_argument("--host", type=Path, help="a file that hfjax calibrate wrote here")
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--rows", type=Path, help="rows that benchmarks.measured wrote")
 
 
 def measured(options: argparse.Namespace) -> int:
