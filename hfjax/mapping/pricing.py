@@ -35,22 +35,26 @@ from meshes.placement import RolePlacement
 MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
 
 
+def engine_of(device: Device, profile: Profile, itemsize: int) -> Engine:
+    """Of the profile come how it works, and what it adds where the device has not measured."""
+    if own := device.profile:
+        seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
+        profile = replace(profile, **seconds, collective_s=own.collective_s)
+    return Engine(device=device, profile=profile, itemsize=itemsize)
+
+
 class RoleCosts:
     """One role on devices of one kind."""
 
     def __init__(
         self, problem: Problem, role: str, device: Device, profile: Profile, itemsize: int
     ) -> None:
-        """Of the profile come how it works, and what it adds where the device has not measured."""
         self.device, self.work = device, problem.work
         self.model: Model = problem.models[role]
         self.calls: Sequence[Call] = problem.of(role)
         self.cfg = replace(self.model.config, vocab_multiple=MOST_TENSOR)  # as the widest pads it
         self.head: Head = self.model.head
-        if own := device.profile:
-            seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
-            profile = replace(profile, **seconds, collective_s=own.collective_s)
-        self.engine = Engine(device=device, profile=profile, itemsize=itemsize)
+        self.engine = engine_of(device, profile, itemsize)
 
     def priced(self, option: Option) -> Option:
         """Seconds by call and bytes."""

@@ -118,7 +118,7 @@ def test_a_planned_placement_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 UNPLANNED = {  # devices, and the reason
     "simulated devices": (Found(None, "cpu", 8), ""),
-    "one device": (Found("gpu", "NVIDIA H200", 1), "there is one device"),
+    "one device": (Found("gpu", "NVIDIA H200", 1), ""),
     "an unknown kind": (Found(None, "NVIDIA H100 PCIe", 8), "no 'NVIDIA H100 PCIe'"),
     "a part of a device": (Found(None, f"{A100.kind} MIG 1g.10gb", 8), "no 'NVIDIA A100"),
 }
