@@ -15,7 +15,7 @@ from hfjax.mapping.devices import load_devices, load_profile
 from hfjax.mapping.options import Pricer
 from hfjax.mapping.report import placement_of
 from hfjax.mapping.search import search
-from hfjax.mapping.work import Model, Workload, problem
+from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.hf import load_config
 from hfjax.roles import ModelRole, TrainedRole, role_class
 from meshes.layouts import either
@@ -82,6 +82,7 @@ def default_placement(
         plans = search(task, cluster, pricer.options).plans
     except ValueError as error:
         return _unplanned(str(error))
+    refusal: ValueError | None = None
     for plan in plans:
         planned = placement_of(plan, cluster, task.work)
         roles = {
@@ -104,7 +105,7 @@ def _unplanned(why: str) -> None:
 
 def _problem(
     algorithm: ModuleType, settings: Any, builders: Mapping[str, partial[Any]], sizes: Sizes
-) -> Any:
+) -> Problem:
     """The run's step as the mapper takes it."""
     training: TrainingConfig = builders[main_role(builders)].keywords["training"]
     rows = sizes.prompts * sizes.n
