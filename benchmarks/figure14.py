@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from hfjax.controller.worker import join
 from hfjax.engine.hybrid import Relay
 from hfjax.models.llama import ModelConfig, Params, abstract_params
+from hfjax.models.shapes import SHAPES
 from meshes.layouts import (
     DS_CHAT,
     HYBRID_V,
@@ -64,29 +65,13 @@ class Setup:
         return RolePlacement("actor", "all", train=train, generate=generate, relay=mode)
 
 
-def llama(layers: int, embed: int, heads: int, kv_heads: int, mlp: int) -> ModelConfig:
-    """A Llama 2 shape."""
-    widths: Any = {
-        "embed": embed,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": 128,
-        "mlp": mlp,
-    }
-    return ModelConfig(layers=layers, **widths, vocab=32000, rope_theta=1e4)
-
-
 # Figure 14 gives p, t, p_g, t_g; not the cluster sizes: powers of two from the fewest GPUs that
 # figures 9 to 12 show and p t divides. Its 34B model is not named: CodeLlama's shape.
 SETUPS = {
-    "7b": Setup(
-        cfg=llama(32, 4096, 32, 32, 11008), p=1, t=8, p_g=1, t_g=2, devices=(8, 16, 32, 64, 128)
-    ),
-    "13b": Setup(
-        cfg=llama(40, 5120, 40, 40, 13824), p=1, t=8, p_g=1, t_g=4, devices=(16, 32, 64, 128)
-    ),
-    "34b": Setup(cfg=llama(48, 8192, 64, 8, 22016), p=4, t=8, p_g=1, t_g=8, devices=(32, 64, 128)),
-    "70b": Setup(cfg=llama(80, 8192, 64, 8, 28672), p=8, t=8, p_g=1, t_g=8, devices=(64, 128)),
+    "7b": Setup(cfg=SHAPES["llama2-7b"], p=1, t=8, p_g=1, t_g=2, devices=(8, 16, 32, 64, 128)),
+    "13b": Setup(cfg=SHAPES["llama2-13b"], p=1, t=8, p_g=1, t_g=4, devices=(16, 32, 64, 128)),
+    "34b": Setup(cfg=SHAPES["codellama-34b"], p=4, t=8, p_g=1, t_g=8, devices=(32, 64, 128)),
+    "70b": Setup(cfg=SHAPES["llama2-70b"], p=8, t=8, p_g=1, t_g=8, devices=(64, 128)),
 }
 
 

@@ -53,8 +53,9 @@ class Load:
 
 
 LIGHT, FULL = Load(prompts=32, tokens=32), Load(prompts=1024, tokens=1024)
+SIZES = {"layers": 8, "embed": 384, "heads": 8, "kv_heads": 8, "head_dim": 48, "mlp": 1024}
 SMALL = replace(  # 20 million parameters
-    SETUPS["7b"], cfg=replace(figure14.llama(8, 384, 8, 8, 1024), head_dim=48, vocab=8192)
+    SETUPS["7b"], cfg=replace(SETUPS["7b"].cfg, **SIZES, vocab=8192)
 )
 
 
