@@ -32,6 +32,7 @@ ALGORITHMS: Mapping[str, tuple[ModuleType, Mapping[str, Any]]] = {
     "remax": (algorithms.remax, {}),
     "safe-rlhf": (algorithms.safe_rlhf, {"cost_critic": False}),  # HybridFlow's five models
 }
+SIZES_FROM = {"7b": 8, "13b": 16, "34b": 32, "70b": 64}  # fewest GPUs of HybridFlow's figures 9-11
 MOST = 128  # GPUs of HybridFlow §8.1 and of the relatives' measurements
 MACHINE = 8
 BATCH = 256  # plans priced at once
@@ -223,3 +224,8 @@ def same_sets(a: Sets, b: Sets) -> bool:
 def near(ours: float, theirs: float) -> bool:
     """Within TOLERANCE."""
     return abs(ours - theirs) <= TOLERANCE * abs(theirs)
+
+
+def doubled(least: int) -> list[int]:
+    """Numbers of GPUs from the fewest to 128."""
+    return [n for n in (8, 16, 32, 64, MOST) if n >= least]

@@ -27,7 +27,7 @@ TENSORS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Iteration:
-    """Seconds of one iteration that begins when the one before has ended, and what it is made of."""
+    """Seconds of an iteration that begins when the one before has ended, and what they are."""
 
     seconds: float
     calls: Mapping[int, float]
