@@ -89,8 +89,8 @@ def grid_text(settings: Any = tuple(GRID), sizes: Sequence[int] = ALL_SIZES) -> 
         head = ("models", "GPUs", "colocate", "split", "standalone")
         rows: Table = [(*head, "standalone, best allocation", "best", "which")]
         for setting in settings:
-            room = placements(setting, objective)
             for gpus in (n for n in sizes if n >= GRID[setting]):
+                room = placements(setting, objective, gpus)
                 found = best(setting, gpus, objective)
                 given = given_placements(setting, gpus).values()
                 plans = [room.given(sets, n) if sum(n) <= gpus else None for sets, n in given]

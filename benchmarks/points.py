@@ -98,7 +98,8 @@ def winners() -> Iterable[Point]:
 def winner(setting: Setting, gpus: int, name: str, sets: Sets, devices: Sequence[int]) -> Point:
     """Their best placement beside that of the search."""
     where = f"{setting.name.upper()} on {gpus}, best placement"
-    found, given = best(setting, gpus, "paper"), placements(setting, "paper").given(sets, devices)
+    room = placements(setting, "paper", gpus)
+    found, given = best(setting, gpus, "paper"), room.given(sets, devices)
     theirs = f"{name} {' | '.join(map(str, devices))}"
     if found is None or given is None:
         return Point(where, theirs, "does not fit", False, "memory")

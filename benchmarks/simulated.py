@@ -123,21 +123,25 @@ def best(setting: Setting, devices: int, objective: Objective) -> Plan | None:
         return None
 
 
+def placements(setting: Setting, objective: Objective, gpus: int = MOST) -> "Placements":
+    """Of up to so many GPUs at the least; made once for a machine and once for all."""
+    return _placements(setting, objective, MACHINE if gpus <= MACHINE else MOST)
+
+
 @cache
-def placements(setting: Setting, objective: Objective) -> "Placements":
-    """Made once."""
-    return Placements(setting, objective)
+def _placements(setting: Setting, objective: Objective, most: int) -> "Placements":
+    return Placements(setting, objective, most)
 
 
 class Placements:
     """Placements given by hand, priced with what the search is made of."""
 
-    def __init__(self, setting: Setting, objective: Objective) -> None:
+    def __init__(self, setting: Setting, objective: Objective, most: int = MOST) -> None:
         self.setting, self.problem = setting, setting.problem
         self.terms = Terms(self.problem, objective, {}, None, False, 1)
         self.pools = Pools(
             self.problem,
-            Grants([(setting.on, MOST)]),
+            Grants([(setting.on, most)]),
             setting.options(objective),
             usable=USABLE,
             one_layout=objective == "paper",
