@@ -14,13 +14,13 @@ from flax.traverse_util import flatten_dict
 
 from benchmarks.figure14 import HALF, Rig, Setup, host
 from benchmarks.gpu_check import likelihood_loss
-from hfjax.engine.decode import Decoder
 from hfjax.engine.meter import held_bytes, memory, meter
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.sampling import Sampling
 from hfjax.engine.train import OptimizerConfig, Trainer
+from hfjax.mapping.programs import Programs
 from hfjax.models.llama import ModelConfig, abstract_params, init_params
-from meshes.layouts import EMBED, HYBRID, shardings, train_layout
+from meshes.layouts import EMBED, HYBRID, train_layout
 from meshes.mesh import MeshShape, make_mesh
 
 HELD = ModelConfig(
@@ -134,30 +134,22 @@ def compiled(setup: Setup, devices: int, work: Work) -> str:
 
 
 def training(rig: Rig, work: Work) -> list[tuple[str, Any]]:
-    """An update: micro-batches through the pipeline, gradients reduced, AdamW."""
-    shapes, axes = abstract_params(rig.cfg, "lm")
-    replicas = Replicas(rig.mesh, rig.before, shapes, axes, HALF)
-    trainer = Trainer(rig.cfg, "lm", replicas, OptimizerConfig(), likelihood_loss, remat="layer")
-    shape = (work.micros, work.rows, work.tokens)
-    columns = {"input_ids": jnp.int32, "response_mask": jnp.bool_}
-    stack = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in columns.items()}
-    return list(trainer.lowered(stack).items())
+    """An update: weights cast, micro-batches through the pipeline, gradients reduced, AdamW."""
+    found = programs(rig).training(work.micros, work.rows, work.tokens, remat="layer")
+    return list(found.items())
 
 
 def moving(rig: Rig) -> list[tuple[str, Any]]:
     """The relay, bucket by bucket."""
-    names = list(rig.shapes)
-    buckets = rig.relay(names).lowered(rig.abstract(names))
-    return [(f"relay {k}", lowered) for k, lowered in enumerate(buckets)]
+    return list(programs(rig).relay().items())
 
 
 def generation(rig: Rig, prompts: int, tokens: int) -> list[tuple[str, Any]]:
     """Prefill, and all new tokens as one segment; as many as a prompt has."""
-    shapes, axes = abstract_params(rig.cfg, "lm", HALF)
-    placed = shardings(rig.mesh, rig.after, axes)
-    weights = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, placed
-    )
     sampling = Sampling(max_new_tokens=tokens, ignore_eos=True)
-    decoder = Decoder(rig.cfg, rig.mesh, rig.after, segment=tokens)
-    return list(decoder.lowered(weights, prompts, tokens, sampling).items())
+    return list(programs(rig).generation(prompts, tokens, sampling).items())
+
+
+def programs(rig: Rig) -> Programs:
+    """The actor's."""
+    return Programs(rig.cfg, "lm", rig.placement, rig.dtype)

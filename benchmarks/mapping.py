@@ -2,17 +2,23 @@
 """Automatic mapping against what it stands for: the arithmetic and the compiled programs.
 
     python -m benchmarks.mapping compiled [--models 7b ...]
+    python -m benchmarks.mapping measured --host FILE.toml [--rounds 5] [--rows FILE.jsonl]
+    python -m benchmarks.mapping placements --host FILE.toml [--rounds 3] [--steps 2]
 
 `compiled` puts what hfjax.mapping predicts of the actors and critics of HybridFlow's figure 14
-beside what the compiler plans for as many simulated devices.
+beside what the compiler plans for as many simulated devices. `measured` and `placements` are of
+this host, whose devices `hfjax calibrate` measured (benchmarks.predicted, benchmarks.rivals).
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks.figure14 import SETUPS, host
+from benchmarks.predicted import measured
+from benchmarks.rivals import placements
 from hfjax.mapping.verify import Job, compile_apart, table
 from meshes.layouts import HYBRID
 from meshes.mesh import MeshShape
@@ -69,9 +75,19 @@ def compiled(names: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mapping")
-    parser.add_argument("part", choices=["compiled"])
+    parser.add_argument("part", choices=["compiled", "measured", "placements"])
     parser.add_argument("--models", nargs="+", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--host", type=Path, help="a file that hfjax calibrate wrote here")
+    parser.add_argument("--rows", type=Path, help="rows that benchmarks.measured wrote")
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=0, help="of a placement's turn")
     options = parser.parse_args(arguments)
+    if options.part != "compiled" and not options.host:
+        parser.error(f"{options.part}: give --host FILE.toml")
+    if options.part == "measured":
+        return measured(options)
+    if options.part == "placements":
+        return placements(options)
     compiled(options.models)
     return 0
 

@@ -8,6 +8,7 @@ generation and back, one generation. Layouts take turns; a line of JSON a layout
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -34,7 +35,7 @@ from hfjax.engine.sampling import Sampling
 from hfjax.engine.scoring import Scorer
 from hfjax.engine.train import OptimizerConfig, Trainer
 from hfjax.models.llama import ModelConfig, abstract_params
-from meshes.layouts import batch_sharding, generate_layout, train_layout
+from meshes.layouts import batch_sharding, divisors, generate_layout, train_layout
 from meshes.mesh import MeshShape, make_mesh
 from meshes.placement import RolePlacement
 
@@ -81,14 +82,16 @@ LAYOUTS = {
 class Turn:
     """One layout: its programs; arrays are there in its turn only."""
 
-    def __init__(self, name: str, t_g: int, load: Load, params: Any, cfg: ModelConfig) -> None:
+    def __init__(
+        self, name: str, generate: MeshShape, load: Load, params: Any, cfg: ModelConfig
+    ) -> None:
         sizes = dict(LAYOUTS[name])
         zero = sizes.pop("zero", 3)
-        train, generate = MeshShape(**sizes), MeshShape(tensor=t_g)
+        train = MeshShape(**sizes)
         place = RolePlacement("actor", "all", train=train, generate=generate, zero=zero)
-        self.name, self.t_g, self.load, self._params = name, t_g, load, params
-        self.shape, self.zero = place.mesh_shape, zero
-        self.trains = t_g == 1  # the others only generate
+        self.name, self.load, self._params = name, load, params
+        self.shape, self.zero, self.generate = place.mesh_shape, zero, generate
+        self.trains = generate.devices == 1  # the others only generate
         mesh = make_mesh(jax.devices(), self.shape)
         layout = train_layout(self.shape, kv_heads=cfg.kv_heads, zero=zero)
         after = generate_layout(self.shape, kv_heads=cfg.kv_heads)
@@ -159,13 +162,14 @@ class Turn:
 
 
 def turns(names: Sequence[str], load: Load, cfg: ModelConfig) -> Iterator[Turn]:
-    """Every layout, with t_g = 1 and, where it has tensor parallelism, 2."""
+    """Every layout, with every t_g and p_g that it can keep."""
     shapes, _ = abstract_params(cfg, "lm", jnp.float32)
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda s: draw.normal(0, 0.02, s.shape).astype(np.float32), shapes)
     for name in names:
-        for t_g in (1, 2) if LAYOUTS[name].get("tensor", 1) > 1 else (1,):
-            yield Turn(name, t_g, load, params, cfg)
+        t, p = (LAYOUTS[name].get(axis, 1) for axis in ("tensor", "pipe"))
+        for t_g, p_g in itertools.product(divisors(t), divisors(p)):
+            yield Turn(name, MeshShape(tensor=t_g, pipe=p_g), load, params, cfg)
 
 
 def measured(
@@ -187,7 +191,9 @@ def measured(
 
 def row_of(turn: Turn, seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
     """One layout's sizes and quartiles."""
-    row: dict[str, Any] = {"layout": turn.name, "t_g": turn.t_g, "zero": turn.zero}
+    keep = turn.generate
+    row: dict[str, Any] = {"layout": turn.name, "zero": turn.zero}
+    row |= {"p_g": keep.pipe, "t_g": keep.tensor}
     row |= {"mesh": asdict(turn.shape), "load": asdict(turn.load), "rounds": len(seconds)}
     quartiles = {c: statistics.quantiles([one[c] for one in seconds], n=4) for c in seconds[0]}
     return row | quartiles
@@ -195,14 +201,14 @@ def row_of(turn: Turn, seconds: Sequence[dict[str, float]]) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Medians in ms, and the quartiles."""
-    lines = ["layout".ljust(20) + "t_g" + "".join(f"{call:>21}" for call in CALLS)]
+    lines = ["layout".ljust(20) + "p_g-t_g" + "".join(f"{call:>24}" for call in CALLS)]
     for row in rows:
         cells = ""
         for call in CALLS:
             low, middle, high = (1e3 * s for s in row.get(call, (0, 0, 0)))
             text = f"{middle:.1f} ({low:.0f}-{high:.0f})" if call in row else "-"
-            cells += f"{text:>21}"
-        lines.append(f"{row['layout']:20}{row['t_g']:3}{cells}")
+            cells += f"{text:>24}"
+        lines.append(f"{row['layout']:20}{row['p_g']:5}-{row['t_g']}{cells}")
     return "\n".join(lines)
 
 

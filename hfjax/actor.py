@@ -68,9 +68,10 @@ class Generation:
         *,
         model: str,
         seed: int,
+        sequences: int = 0,
     ) -> None:
-        """`model` gives the ids that end a response."""
-        self.rollout, self.seed = rollout, seed
+        """`model` gives the ids that end a response; so many rows are generated at a time."""
+        self.rollout, self.seed, self.sequences = rollout, seed, sequences
         self.passes = Passes(mesh, layout)
         self.decoder = Decoder(config, mesh, layout)
         self.stop_ids = stop_ids(model)
@@ -93,27 +94,38 @@ class Generation:
 
     def columns(self, weights: Params, shard: Shard, *, greedy: bool) -> dict[str, np.ndarray]:
         """What generate_sequences writes, for the rows of this process."""
-        n, place = shard.group, self.passes.placer(shard)
-        ids_BP = shard.columns["prompt_ids"]
+        n, ids_BP = shard.group, shard.columns["prompt_ids"]
         if len(ids_BP) % n or (ids_BP != np.repeat(ids_BP[::n], n, axis=0)).any():
             raise ValueError(
                 f"generate_sequences: {n} neighbouring rows are not one prompt each; give the call "
                 "group=1, or rows as the step was given them"
             )
         sampling = self.sampling(n, greedy=greedy)
+        done = []
+        for prompts in self.passes.waves(shard, self.sequences):
+            arrays = self.wave(weights, shard, prompts, sampling)
+            # waited for: the caches of two waves may not fit
+            done.append((prompts, jax.block_until_ready(arrays)))
+        return self.passes.collect(shard, done)
+
+    def wave(
+        self, weights: Params, shard: Shard, prompts: np.ndarray, sampling: Sampling
+    ) -> dict[str, jax.Array]:
+        """Responses to the prompts of these numbers, on the devices."""
+        n, place = shard.group, self.passes.placer(shard, prompts)
         default = np.full(len(shard.rows), sampling.max_new_tokens, np.int32)
         limit = np.minimum(shard.columns.get("max_new_tokens", default), default)
         out = self.decoder.generate(
             weights,
-            place(shard.columns["prompt_ids"][::n], n),
-            place(shard.columns["prompt_length"][::n], n, filler=1),
-            place(shard.columns["row_id"].reshape(-1, n), n),
+            place(shard.columns["prompt_ids"][::n]),
+            place(shard.columns["prompt_length"][::n], filler=1),
+            place(shard.columns["row_id"].reshape(-1, n)),
             jax.random.fold_in(jax.random.key(self.seed), shard.step),
             sampling,
-            max_new_B=place(limit.reshape(-1, n), n),
+            max_new_B=place(limit.reshape(-1, n)),
         )
         filtered_BT = out.truncated_log_probs_BT
-        arrays = {
+        return {
             "input_ids": out.input_ids_BT,
             "length": out.length_B,
             "response_mask": out.response_mask_BT,
@@ -121,7 +133,6 @@ class Generation:
             "rollout_truncated_log_probs": out.log_probs_BT if filtered_BT is None else filtered_BT,
             "truncated": out.truncated_B,
         }
-        return self.passes.collect(shard, arrays)
 
 
 class Actor(TrainedRole):
@@ -154,8 +165,13 @@ class Actor(TrainedRole):
         if measured_loss:
             self.first = self.make_trainer(measured_loss, trained["columns"], with_entropy=True)
         if rollout and self.generates:
-            layout, where = self.generate_layout(), {"model": self.model, "seed": seed}
-            self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
+            layout = self.generate_layout()
+            self.generation = Generation(
+                *(rollout, self.config, self.mesh, layout),
+                model=self.model,
+                seed=seed,
+                sequences=self.placement.generate_sequences,
+            )
 
     @staticmethod
     def two_copies(
@@ -271,8 +287,12 @@ class Rollout(ModelRole):
         )
         placed, self.treedef = jax.tree.flatten(shardings(self.mesh, layout, self.axes))
         self.shardings = placed
-        where = {"model": self.model, "seed": seed}
-        self.generation = Generation(rollout, self.config, self.mesh, layout, **where)
+        self.generation = Generation(
+            *(rollout, self.config, self.mesh, layout),
+            model=self.model,
+            seed=seed,
+            sequences=self.placement.generate_sequences,
+        )
 
     @GENERATES
     def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:

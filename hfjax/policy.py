@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clipped policy loss as an actor has it: settings that algorithms share, role and columns."""
 
+import math
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ ROLLOUT = "rollout_truncated_log_probs"  # of the distribution that was sampled 
 WEIGHTS = ("token", "sequence")  # corrections that are part of the loss
 SCORED_EVERY = 20  # steps: from the first on, sampled tokens are scored before the update
 LARGEST_GAP = 1e-4  # of probabilities in rollout and training, above which they always are
-APART = "rollout_apart"  # in the algorithm's memory: such a gap was found
+APART = "rollout_apart"  # in the algorithm's memory: from which step on, after such a gap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +95,11 @@ def old_log_probs(m: Any, batch: Batch, cfg: PolicySettings) -> Batch:
     They are of the actor's pass over what was sampled, or where m.rollout_agrees (one precision,
     nothing truncated: HybridFlow's two engines are one here) the rollout's own. The pass then runs
     in the first step and every 20th, and the update's first mini-batch measures entropy and the gap
-    in the others. After a gap above 1e-4 the pass always runs. Refused rows leave every loss,
-    statistic and divisor, as those whose reward failed do.
+    in the others. After a gap above 1e-4 the pass runs in every step, from the next but one on.
+    Refused rows leave every loss, statistic and divisor, as those whose reward failed do.
     """
-    agrees = takes_rollout(cfg) and m.rollout_agrees and APART not in m.memory
-    if agrees and m.step % SCORED_EVERY != 1:
+    apart = m.step >= m.memory.get(APART, math.inf)
+    if takes_rollout(cfg) and m.rollout_agrees and not apart and m.step % SCORED_EVERY != 1:
         return batch.columns("rollout_log_probs").renamed(rollout_log_probs="old_log_probs")
     scored = m.actor.compute_log_prob(batch)
     if cfg.rollout_correction != "reject":

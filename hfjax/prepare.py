@@ -20,6 +20,7 @@ from hfjax.controller.handle import NO_COPY
 from hfjax.data import HeldOut, Source, extent, make_sources, make_texts
 from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
+from hfjax.mapping.default import Found, Sizes, default_placement
 from hfjax.models.hf import check_files, load_config, resolve_model
 from hfjax.rewards import FunctionCost, FunctionReward
 from hfjax.roles import (
@@ -31,6 +32,7 @@ from hfjax.roles import (
     role_class,
 )
 from hfjax.tokenizer import check_vocabulary, load_tokenizer
+from meshes.layouts import either
 from meshes.placement import Placement, load_placement, single_pool
 
 log = logging.getLogger(__name__)
@@ -91,11 +93,14 @@ class Plan:
         prompts = self.config.data.prompts_per_step
         parts = [f"a step: {prompts} prompts x {self.n} = {self.rows} rows"]
         for role in self.trained:
-            t = getattr(self.config, role)
+            t = self.builders[role].keywords["training"]
             mini = t.minibatch_sequences or self.rows
             micro = f"{t.micro_tokens} tokens" if t.micro_tokens else t.micro_sequences or mini
             updates = t.epochs * (self.rows // mini)
-            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch")
+            again = f", remat {t.remat}" if t.remat != "none" else ""
+            parts.append(f"{role}: {updates} x {mini} rows an update, {micro} a micro-batch{again}")
+            if waves := self.placement.roles[role].generate_sequences:
+                parts.append(f"{role} generates {waves} rows at a time")
         return f"{'; '.join(parts)}; {self.steps} steps"
 
 
@@ -118,6 +123,11 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     steps = config.steps or config.epochs * source.steps_per_epoch
     rows = config.data.prompts_per_step * n
     builders = _builders(algorithm.roles(config.algorithm), config, model, (rows, steps))
+    if config.placement:
+        found, placement = None, _named_placement(config, builders)
+    else:
+        found = _devices_found(config.runtime)
+        placement = _all_devices(builders, found)
     plan = Plan(
         config=config,
         model=model,
@@ -127,14 +137,34 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
         n=n,
         steps=steps,
         builders=builders,
-        placement=_placement(config, builders),
+        placement=placement,
     )
-    tokens, highest_id = _extent(plan)
+    sizes, highest_id = _extent(plan)
+    check = partial(_placed, plan, sizes.row_tokens, highest_id)
+    if found:
+        what = algorithm, config.algorithm, builders
+        placement = default_placement(*what, sizes, found, check) or placement
+    plan = check(placement)
+    for builder in (builders[role] for role in plan.placement.roles):
+        _check_weights(builder)
+        if (other := builder.keywords["model"]) != model:
+            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
+    if rollout:
+        _check_stops(model, rollout)
+    return plan
+
+
+def _placed(plan: Plan, tokens: int, highest_id: int, placement: Placement) -> Plan:
+    """The plan on a placement that its models, rows and micro-batches fit."""
+    builders = _sized(plan.builders, placement)
+    plan = dataclasses.replace(plan, builders=builders, placement=placement)
     for role in plan.trained:
         _check_micro(plan, role, tokens)
-    for role, place in plan.placement.roles.items():
+    for role, place in placement.roles.items():
+        if place.generate_sequences:
+            _check_waves(plan, role)
         check_model(builders[role], place, tokens, highest_id)
-        if second := plan.placement.rollout(role):
+        if second := placement.rollout(role):
             if not builders[role].keywords.get("rollout"):
                 raise ValueError(f"[{role}] generate_pool: {NO_COPY}")
             try:
@@ -142,11 +172,6 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
             except ValueError as error:
                 where = f"[{role}] generate on the devices of [pool.{second.pool}]"
                 raise ValueError(f"{where}: {error}") from error
-        _check_weights(builders[role])
-        if (other := builders[role].keywords["model"]) != model:
-            check_vocabulary(load_tokenizer(model), load_tokenizer(other))
-    if rollout:
-        _check_stops(model, rollout)
     return plan
 
 
@@ -252,33 +277,40 @@ def _scores(config: Any) -> list[Any]:
     return [getattr(config, name) for name in ("reward", "cost") if hasattr(config, name)]
 
 
-def _placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+def _named_placement(config: Any, builders: Mapping[str, partial[Any]]) -> Placement:
+    """The file or preset that the run names."""
+    placed, frozen = _on_devices(builders)
+    placement = load_placement(config.placement, placed)
+    for role, place in placement.roles.items():
+        where = f"placement {config.placement}: [{role}]"
+        if role in frozen and place.train:
+            mend = "remove it" if place.infer else "write infer in its place"
+            raise ValueError(f"{where} train: this role only computes; {mend}")
+        if role not in frozen and not place.train:
+            raise ValueError(
+                f"{where} infer: this role is updated; write train in its place, or add it"
+            )
+    return placement
+
+
+def _all_devices(builders: Mapping[str, partial[Any]], found: Found) -> Placement:
+    """Every role on all devices found."""
+    placed, frozen = _on_devices(builders)
+    return single_pool(placed, found.count, frozen=frozen, platform=found.platform)
+
+
+def _on_devices(builders: Mapping[str, partial[Any]]) -> tuple[list[str], list[str]]:
+    """Roles that need a pool, and those of them that are never updated."""
     placed = [k for k, b in builders.items() if not getattr(b.func, "on_driver", False)]
-    frozen = [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
-    if config.placement:
-        placement = load_placement(config.placement, placed)
-        for role, place in placement.roles.items():
-            where = f"placement {config.placement}: [{role}]"
-            if role in frozen and place.train:
-                mend = "remove it" if place.infer else "write infer in its place"
-                raise ValueError(f"{where} train: this role only computes; {mend}")
-            if role not in frozen and not place.train:
-                raise ValueError(
-                    f"{where} infer: this role is updated; write train in its place, or add it"
-                )
-        return placement
-    platform, devices = _devices_found(config.runtime)
-    return single_pool(placed, devices, frozen=frozen, platform=platform)
+    return placed, [k for k in placed if not issubclass(role_class(builders[k]), TrainedRole)]
 
 
-def _devices_found(runtime: str) -> tuple[str | None, int]:
-    """Platform (None: this process's) and devices of this host.
-
-    For runtime ray a child process looks, so that this one holds none.
-    """
+def _devices_found(runtime: str) -> Found:
+    """The devices of this host; for runtime ray a child process looks: this one holds none."""
     if runtime == "local":
-        return None, len(jax.devices())
-    code = "import jax; print(jax.default_backend(), len(jax.devices()))"
+        devices = jax.devices()
+        return Found(None, devices[0].device_kind, len(devices))
+    code = "import jax; d = jax.devices(); print(jax.default_backend(), len(d), d[0].device_kind)"
     look = [sys.executable, "-c", code]
     try:
         found = subprocess.run(look, capture_output=True, text=True, timeout=LOOK_TIMEOUT_S)
@@ -288,27 +320,49 @@ def _devices_found(runtime: str) -> tuple[str | None, int]:
         ) from None
     if found.returncode:
         raise ValueError(f"JAX found no devices; set --placement: {found.stderr[-500:]}")
-    platform, devices = found.stdout.split()[-2:]
-    return platform, int(devices)
+    platform, devices, kind = found.stdout.strip().splitlines()[-1].split(maxsplit=2)
+    return Found(platform, kind, int(devices))
 
 
-def _extent(plan: Plan) -> tuple[int, int]:
-    """Tokens of the longest row there can be, and the highest id, the actor's own included."""
+def _sized(builders: Mapping[str, partial[Any]], placement: Placement) -> dict[str, partial[Any]]:
+    """With the placement's micro-batches and rematerialisation where the run leaves them open."""
+    sized = dict(builders)
+    for role, place in placement.roles.items():
+        training = builders[role].keywords.get("training")
+        if training is None:
+            continue
+        given: dict[str, Any] = {}
+        if place.micro_sequences and not (training.micro_sequences or training.micro_tokens):
+            given["micro_sequences"] = place.micro_sequences
+        if place.remat and training.remat == TrainingConfig.remat:
+            given["remat"] = place.remat
+        if given:
+            sized[role] = partial(builders[role], training=dataclasses.replace(training, **given))
+    return sized
+
+
+def _extent(plan: Plan) -> tuple[Sizes, int]:
+    """The longest prompts and rows there can be, and the highest id, the actor's own included."""
     sets = [plan.source.items, *([plan.held_out.items] if plan.held_out else [])]
     lengths, ids = zip(*map(extent, sets), strict=True)
-    longest, highest = max(lengths), max(ids)
+    prompt, longest, highest = max(lengths), max(lengths), max(ids)
     if plan.rollout:
         longest += plan.rollout.max_new_tokens
         highest = max(highest, load_config(plan.model).vocab - 1)
     if plan.texts:  # nothing is generated after them
         text, highest_of_text = extent(plan.texts.items)
         longest, highest = max(longest, text), max(highest, highest_of_text)
-    return longest, highest
+    prompts = plan.config.data.prompts_per_step
+    sizes = Sizes(prompts=prompts, n=plan.n, prompt_tokens=prompt, row_tokens=longest)
+    return sizes, highest
 
 
 def _check_micro(plan: Plan, role: str, tokens: int) -> None:
     """Refuses micro-batches that cannot be cut, for rows of up to `tokens` tokens."""
-    training = getattr(plan.config, role)
+    training = plan.builders[role].keywords["training"]
+    own = getattr(plan.config, role).micro_sequences == training.micro_sequences
+    file = plan.config.placement or "planned"
+    where = f"{role}." if own else f"placement {file}: [{role}] "
     place = plan.placement.roles[role]
     together = plan.builders[role].keywords.get("rows_together", 1)
     unit = place.replicas * together
@@ -319,11 +373,11 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
         )
     if training.micro_sequences:
         rows = training.minibatch_sequences or plan.rows
-        check_micro_sequences(training.micro_sequences, rows, unit, f"{role}.")
+        check_micro_sequences(training.micro_sequences, rows, unit, where)
         if plan.builders[role].keywords.get("pretrain"):
             texts = plan.config.data.prompts_per_step  # a step's
             micro = min(training.micro_sequences, texts)
-            check_micro_sequences(micro, texts, unit, f"data.pretrain: {role}.")
+            check_micro_sequences(micro, texts, unit, f"data.pretrain: {where}")
     if training.micro_tokens and place.base.pipe > 1:
         raise ValueError(
             f"{role}.micro_tokens={training.micro_tokens}: a pipeline of pipe={place.base.pipe} "
@@ -331,6 +385,23 @@ def _check_micro(plan: Plan, role: str, tokens: int) -> None:
         )
     if training.micro_tokens:
         check_micro_tokens(training.micro_tokens, tokens, unit, f"{role}.")
+
+
+def _check_waves(plan: Plan, role: str) -> None:
+    """Refuses waves that are not whole prompts on every replica of generation."""
+    place = plan.placement.rollout(role) or plan.placement.roles[role]
+    where = f"[{role}] generate_sequences = {place.generate_sequences}"
+    if not plan.builders[role].keywords.get("rollout"):
+        raise ValueError(f"{where}: this role generates nothing; remove it")
+    replicas = place.mesh_shape.over(place.generate_batch)
+    unit = replicas * plan.n
+    if place.generate_sequences % unit:
+        below = place.generate_sequences // unit * unit
+        legal = [rows for rows in (below, below + unit) if rows]
+        raise ValueError(
+            f"{where} must be a multiple of {unit}: {replicas} replicas of generation x "
+            f"{plan.n} responses a prompt; use {either(legal)}, or leave it out"
+        )
 
 
 def _check_weights(builder: partial[Any]) -> None:

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, reduce
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class, load_algorithm
-from hfjax.batch import Batch
+from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import RECEIVE, SEND, start
@@ -108,8 +108,27 @@ def default_config(
     return from_dict(cls, given, where=file, base=config) if file else config
 
 
+@dataclasses.dataclass(frozen=True)
+class Issued:
+    """A step whose calls have been sent; its record waits for them."""
+
+    step: int
+    start_s: float  # time.perf_counter()
+    epoch: int
+    batch: Batch
+    metrics: Metrics  # of the updates
+    seconds: dict[str, float]  # of the driver's own stages
+    spans: list[tuple[str, float, float]]
+
+
 class Run:
-    """One training run in one directory; a context manager that ends its processes."""
+    """One training run in one directory; a context manager that ends its processes.
+
+    A step is issued before the updates of the last one are waited for, so that pools of their own
+    overlap: a critic's update and the next generation. What a step's record decides comes one step
+    late therefore: sampled tokens are scored in every step from the next but one after a gap
+    between rollout and training, and a run whose updates are refused has begun one more.
+    """
 
     def __init__(self, algorithm: ModuleType, config: Any) -> None:
         """Everything that can be wrong is looked for before a process starts."""
@@ -125,6 +144,7 @@ class Run:
             check_state(plan, self.store, self.done)
         self.console = Console(soft_wrap=True, highlight=False)
         self.refused = 0
+        self.ahead: Issued | None = None  # the last step, while its record is not written
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
         self.console.print("starting pools")
@@ -168,19 +188,15 @@ class Run:
             if self.log.last_step < 0 and self.plan.held_out:
                 self.log.write(0, self.evaluate(0))
             while self.done < self.plan.steps and not stop.is_set():
-                step = self.done + 1
-                record = self.step(step)
-                self._stop_if_stuck(record)
-                if self._due(self.config.eval_every, step):
-                    record |= self.evaluate(step)
+                step = self.done + (2 if self.ahead else 1)
+                self.issue(step)
+                evaluates = self._due(self.config.eval_every, step)
                 saves = self._due(self.config.save_every, step) or stop.is_set()
-                if saves:
-                    record |= self.save_roles(step)
-                self.log.write(step, record)  # before: no checkpoint stands without its record
-                if saves:
-                    self.commit(step)
-                self.done = step
-                progress.update(bar, completed=step)
+                if evaluates or saves or not self.models.waits:
+                    self.complete(evaluates=evaluates, saves=saves)
+                progress.update(bar, completed=self.done)
+            if self.ahead:
+                self.complete()
         if stop.is_set() and self.done < self.plan.steps:
             if self.done and self.store.latest() != self.done:
                 self.save_roles(self.done)
@@ -189,44 +205,94 @@ class Run:
             raise KeyboardInterrupt
         self.console.print(f"finished after step {self.done}: {self.out}")
 
-    def step(self, step: int) -> dict[str, float]:
-        """One iteration of the algorithm; its metrics under verl's names."""
+    def issue(self, step: int) -> None:
+        """Sends a step's calls, then completes the step before it, if it is not yet."""
+        try:
+            issued = self.step(step)
+        except Exception:
+            with suppress(Exception):  # where workers failed the record before is lost too
+                self.complete()
+            raise
+        before, self.ahead = self.ahead, issued
+        if before:
+            self._written(before, self.finish(before, issued.start_s))
+
+    def complete(self, *, evaluates: bool = False, saves: bool = False) -> None:
+        """Waits for the last step; its record with evaluation and checkpoint, if it is their turn.
+
+        Both see the weights of this step: nothing has been issued after it.
+        """
+        issued, self.ahead = self.ahead, None
+        assert issued is not None
+        self._written(issued, self.finish(issued), evaluates=evaluates, saves=saves)
+
+    def _written(
+        self,
+        issued: Issued,
+        record: dict[str, float],
+        *,
+        evaluates: bool = False,
+        saves: bool = False,
+    ) -> None:
+        step = issued.step
+        self._stop_if_stuck(record)
+        record |= self.evaluate(step) if evaluates else {}
+        record |= self.save_roles(step) if saves else {}
+        self.log.write(step, record)  # before: no checkpoint stands without its record
+        if saves:
+            self.commit(step)
+        self.done = step
+
+    def step(self, step: int) -> Issued:
+        """One iteration of the algorithm; calls may still be under way."""
         start_s = time.perf_counter()
         self.models.step = step
         prompts = Batch(self.plan.source.next_batch())
         try:
             batch, metrics = self.algorithm.step(self.models, prompts, self.config.algorithm)
-            record = dict(batch.metrics.result()) | dict(metrics.result())
-            columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         self._plain_memory(step)
-        seconds = _seconds(calls := self._drained())
+        epoch = self.plan.source.epoch
+        return Issued(step, start_s, epoch, batch, metrics, taken_seconds(), taken_spans())
+
+    def finish(self, issued: Issued, until_s: float | None = None) -> dict[str, float]:
+        """Waits for a step's calls; its metrics under verl's names.
+
+        `until_s` is when the next step began: an iteration ends there, or with the last call.
+        """
+        step, batch = issued.step, issued.batch
+        try:
+            record = dict(batch.metrics.result()) | dict(issued.metrics.result())
+            columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
+        except ValueError as error:
+            raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
+        seconds = _seconds(calls := self._drained(step, issued.spans))
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
             seconds.setdefault("update_weights", relay_s)
-        seconds |= taken_seconds() | {"step": time.perf_counter() - start_s}
+        until_s = time.perf_counter() if until_s is None else until_s
+        seconds |= issued.seconds | {"step": until_s - issued.start_s}
         tokens = int(columns["length"].sum()), int(columns["response_mask"].sum())
         record |= batch_metrics(
             columns,
             max_prompt_length=self.config.data.max_prompt_tokens,
             replicas=self.plan.placement.roles[self.plan.main].replicas,
         )
-        self._watch_rollout(record)
+        self._watch_rollout(step, record)
         record |= timing_metrics(seconds, *tokens, devices=self.plan.placement.devices)
-        record["training/epoch"] = self.plan.source.epoch
+        record["training/epoch"] = issued.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.plan.rollout:
             self.log.samples(step, self._samples(batch))
         return record
 
-    def _drained(self) -> list[CallRecord]:
-        """Waits for every call; those finished since the last time, which the timeline gets too."""
-        calls = self.models.drain()
-        spans = taken_spans()
+    def _drained(self, step: int, spans: list[tuple[str, float, float]]) -> list[CallRecord]:
+        """Waits for the calls up to a step; those that are new, which the timeline gets too."""
+        calls = self.models.drain(step)
         if self.timeline:
-            self.timeline.write(calls, spans, self.models.step)
+            self.timeline.write(calls, spans, step)
         return calls
 
     def _plain_memory(self, step: int) -> None:
@@ -237,17 +303,20 @@ class Run:
             told = f"m.memory={self.models.memory!r} must be what JSON holds"
             raise RuntimeError(f"step {step} of {self.algorithm.__name__}: {told}") from error
 
-    def _watch_rollout(self, record: Mapping[str, float]) -> None:
-        """From a gap between sampling and training on, sampled tokens are scored in every step."""
+    def _watch_rollout(self, step: int, record: Mapping[str, float]) -> None:
+        """After a gap between sampling and training, sampled tokens are scored in every step.
+
+        That begins with the next step but one: the next may have been issued.
+        """
         if not self.plan.rollout_agrees or APART in self.models.memory:
             return
         gap = record.get(f"{GAP}_max", 0.0)
         if not gap <= LARGEST_GAP:
-            self.models.memory[APART] = gap if math.isfinite(gap) else str(gap)
+            self.models.memory[APART] = step + 2
             log.warning(
                 "%s_max=%g is above %g: rollout and training differ by more than rounding; "
-                "log-probs before the update are computed in every step from now on",
-                *(GAP, gap, LARGEST_GAP),
+                "log-probs before the update are computed in every step from step %d on",
+                *(GAP, gap, LARGEST_GAP, step + 2),
             )
 
     def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
@@ -282,7 +351,7 @@ class Run:
         batches = self.plan.held_out.batches(self.plan.eval_items)
         parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
         models.group = group
-        self._drained()
+        self._drained(step, taken_spans())
         means = finalize(reduce(merge, parts))
         record = {f"val-core/{name}": mean for name, mean in means.items()}
         if (failed := record.pop("val-core/failed", 0.0)) > 0:
@@ -315,7 +384,7 @@ class Run:
         folder, models = self.store.begin(step), self.models
         for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
             reply.result()
-        self._drained()
+        self._drained(step, taken_spans())
         return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
 
     def commit(self, step: int) -> None:

@@ -137,6 +137,7 @@ def picture(bars: Sequence[Bar]) -> str:
         first, last = (int((at - begin_s) * scale) for at in (bar.begin_s, bar.end_s))
         for column in range(min(first, COLUMNS - 1), min(max(last, first + 1), COLUMNS)):
             line[column] = letters[bar.name]
-    rows = [f"  {key[1]:>10} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
+    width = max(10, *(len(pool) for _, pool, _ in lines))
+    rows = [f"  {key[1]:>{width}} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
     legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
     return "\n".join([*rows, f"  {(end_s - begin_s) * 1e3:.0f} ms; {legend}"])

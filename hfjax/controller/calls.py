@@ -2,6 +2,7 @@
 """Calls in flight: waiting under deadlines, and which of several failures the user sees."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,11 +132,13 @@ class Calls:
         self._wait(call.infos, timeout_s)
         return [call.done[rank] for rank in range(call.pool.processes)]
 
-    def drain(self) -> list[CallRecord]:
-        """Waits for every call; the records since the last time, in call order."""
-        self._wait([ref for call in self.open.values() for ref in call.infos], None)
-        records, self.records = sorted(self.records, key=lambda record: record.number), []
-        return records
+    def drain(self, step: float = math.inf) -> list[CallRecord]:
+        """Waits for every call up to a step; their records since the last time, in call order."""
+        awaited = [call for call in self.open.values() if call.step <= step]
+        self._wait([ref for call in awaited for ref in call.infos], None)
+        records = sorted(self.records, key=lambda record: record.number)
+        self.records = [record for record in records if record.step > step]
+        return [record for record in records if record.step <= step]
 
     def _wait(self, refs: Sequence[Any], timeout_s: float | None) -> None:
         self.check()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Role handles: a method call becomes rows for each process and columns that are futures."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -284,9 +285,14 @@ class Models:
     ) -> None:
         self.shutdown()
 
-    def drain(self) -> list[CallRecord]:
-        """Waits for every call; records of those finished since the last drain, in call order."""
-        return self.calls.drain()
+    @property
+    def waits(self) -> bool:
+        """Whether any call is under way."""
+        return bool(self.calls.open)
+
+    def drain(self, step: float = math.inf) -> list[CallRecord]:
+        """Waits for every call up to a step; their records since the last drain, in call order."""
+        return self.calls.drain(step)
 
     def shutdown(self) -> None:
         """Ends every pool and its processes; safe to repeat."""

@@ -55,9 +55,14 @@ def cut_micros(
     return [{k: _fill(v, mb)[None] for k, v in trim(rows, bucket).items()}]
 
 
+def legal_micro_sequences(B: int, unit: int) -> list[int]:
+    """Rows of a micro-batch that cut B rows without a rest, `unit` of them staying together."""
+    return [n for n in range(unit, B + 1, unit) if B % n == 0]
+
+
 def check_micro_sequences(micro_sequences: int, B: int, unit: int, where: str = "") -> None:
     """Refuses a cut of B rows that leaves a rest, or splits what stays together."""
-    legal = [n for n in range(unit, B + 1, unit) if B % n == 0]
+    legal = legal_micro_sequences(B, unit)
     if micro_sequences not in legal:
         rest = f"{B} = {B // micro_sequences} x {micro_sequences} + {B % micro_sequences}"
         choice = f"use one of {legal}" if legal else f"use mini-batches of a multiple of {unit}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes over host rows: onto the replicas of a mesh and back, a bounded part at a time."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,20 +49,52 @@ class Passes:
             for k in range(len(done[0][1]))
         ]
 
-    def placer(self, shard: Shard) -> Callable[..., jax.Array]:
-        """A function placing all rows at once; values with a row for every n of the shard's."""
-        per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
+    def waves(self, shard: Shard, sequences: int = 0) -> list[np.ndarray]:
+        """Numbers of the prompts that are taken at a time, `group` rows each; of fillers below 0.
 
-        def place(values: np.ndarray, n: int, filler: int = 0) -> jax.Array:
-            held, rows = shard.rows[::n] // n, np.arange(self.replicas * per // n)
-            return self._place(values, held, rows, shard.n_rows // n, filler)
+        At most `sequences` rows over all replicas (0: all), the prompts of each replica in equal
+        parts; the last part is filled up, so that all have one shape.
+        """
+        replicas, n = self.replicas, shard.group
+        mine = rows_per_replica(shard.n_rows, replicas, n) // n
+        most = sequences // (replicas * n) if sequences else max(mine, 1)
+        if most < 1:
+            raise ValueError(
+                f"generate_sequences = {sequences} holds no prompt of {n} rows on each of "
+                f"{replicas} replicas; use a multiple of {replicas * n}"
+            )
+        parts = max(1, -(-mine // most))
+        width = -(-mine // parts)
+        first, offsets = np.arange(replicas)[:, None] * mine, np.arange(parts * width)
+        prompts = np.where(offsets < mine, first + offsets, -1)
+        return [part.reshape(-1) for part in np.split(prompts, parts, axis=1)]
+
+    def placer(self, shard: Shard, prompts: np.ndarray) -> Callable[..., jax.Array]:
+        """A function placing values of prompts, a row for every `group` of the shard's."""
+        n = shard.group
+        held = shard.rows[::n] // n
+
+        def place(values: np.ndarray, filler: int = 0) -> jax.Array:
+            return self._place(values, held, prompts, shard.n_rows // n, filler)
 
         return place
 
-    def collect(self, shard: Shard, arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
-        """Host columns for shard.rows from arrays over all rows in order."""
-        rows = np.arange(next(iter(arrays.values())).shape[0])
-        return {name: _collected([(rows, x)], shard.rows) for name, x in arrays.items()}
+    def collect(
+        self, shard: Shard, parts: Sequence[tuple[np.ndarray, Mapping[str, jax.Array]]]
+    ) -> dict[str, np.ndarray]:
+        """Host columns for shard.rows from arrays over the rows of such prompts, in their order.
+
+        Columns are as wide as the widest part's; narrower ones end with zeros.
+        """
+        n = shard.group
+        rows = [(prompts[:, None] * n + np.arange(n)).reshape(-1) for prompts, _ in parts]
+        return {
+            name: _collected(
+                [(at, arrays[name]) for at, (_, arrays) in zip(rows, parts, strict=True)],
+                shard.rows,
+            )
+            for name in parts[0][1]
+        }
 
     def _place(
         self,
@@ -92,8 +124,8 @@ class Passes:
 
 def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> np.ndarray:
     """The rows `held` from arrays whose rows are numbered `rows`; reads this process's shards."""
-    first = parts[0][1]
-    out = np.zeros((len(held), *first.shape[1:]), first.dtype)
+    shape = np.max([array.shape[1:] for _, array in parts], axis=0).astype(int)
+    out = np.zeros((len(held), *shape), parts[0][1].dtype)
     if not len(held):
         return out
     for rows, array in parts:
@@ -103,5 +135,6 @@ def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> n
             numbers = rows[shard.index[0]]
             at = np.minimum(np.searchsorted(held, numbers), len(held) - 1)
             here = held[at] == numbers
-            out[at[here]] = np.asarray(shard.data)[here]
+            wide = tuple(slice(size) for size in array.shape[1:])
+            out[at[here], *wide] = np.asarray(shard.data)[here]
     return out

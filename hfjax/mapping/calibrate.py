@@ -136,7 +136,8 @@ def _device(name: str, found: Found) -> Iterator[str]:
         ("shares", devices if cpu else 1, "devices that share the cores"),
     )
     if cpu:
-        yield "fused_attention = false"
+        fresh = found["fresh"]["bytes"] / found["fresh"]["seconds"]
+        yield from _keys(("fresh_bytes_s", fresh, "copied into memory that is new"))
     yield f"matmul = {_pairs(products, flops)}  # operations of a product, share of flops"
     yield f"copy = {_pairs(copies, memory_s)}  # bytes read and written, share of memory_bytes_s"
     if groups:
@@ -153,12 +154,11 @@ def _device(name: str, found: Found) -> Iterator[str]:
 
 
 def _measured(name: str, found: Found) -> Iterator[str]:
-    host, fresh = found["host"], found["fresh"]
+    host = found["host"]
     yield f"\n[measured.{name}]"
     yield from _keys(
         ("dtype", host["dtype"], "computed with"),
         ("call_s", found["call"]["call_s"], "a program that does nothing"),
-        ("fresh_bytes_s", fresh["bytes"] / fresh["seconds"], "copied into memory that is new"),
     )
     products = [_list(pair) for pair in rates(found["products"], "operations")]
     yield f"matmul = [{', '.join(products)}]  # operations of a product, operations a second"

@@ -9,9 +9,17 @@ machines the devices of a machine share its network.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.memory import leaves
+from hfjax.mapping.memory import generation_bytes, kv_bytes, leaves, training_bytes
+from hfjax.mapping.temporaries import (
+    activation_bytes,
+    apply_bytes,
+    decode_bytes,
+    prefill_bytes,
+    reduce_bytes,
+)
 from hfjax.mapping.traffic import (
     Move,
     decode_traffic,
@@ -27,6 +35,7 @@ OPTIMIZER_BYTES = 28  # AdamW a parameter: float32 master, two moments and gradi
 NORM_COPIES = 10  # values of model width a layer reads and writes beside its products
 SCORE_COPIES = 6  # float32 reads and writes of attention scores that reach memory
 LOGIT_COPIES = 3  # float32 reads and writes of logits on the way to log-probs
+SEGMENT = 32  # tokens between two looks at whether any row still runs (hfjax.engine.decode)
 BACKWARD = 2  # a backward pass takes two forward passes
 ROUNDS = {"all-reduce": 2, "collective-permute": 0}  # of a ring; others have one
 
@@ -90,11 +99,12 @@ def layer_s(
     H, K = cfg.heads / t, max(1.0, cfg.kv_heads / t)
     widths = (D * (H + 2 * K) * d, H * d * D, 2 * D * F / t, F / t * D)
     product = sum(device.product_s(2 * wide * width) for width in widths)
-    seen = tokens / 2 if device.fused_attention else tokens
+    fused = engine.profile.fused_attention
+    seen = tokens / 2 if fused else tokens
     product += 2 * device.product_s(2 * rows * H * d * tokens * seen)
     held = wide * (NORM_COPIES * D / (t if sequence else 1) + 3 * F / t + 2 * (H + 2 * K) * d)
     copies = device.copy_s(held * size)
-    if not device.fused_attention:
+    if not fused:
         copies += device.copy_s(SCORE_COPIES * 4 * rows * H * tokens * tokens)
     return product, copies
 
@@ -128,7 +138,8 @@ def infer_s(
     micro = min(micro or mine, mine)
     p, t = shape.pipe, shape.tensor
     passes = math.ceil(mine / micro)
-    options = {"zero": zero, "sequence_parallel": sequence, "itemsize": engine.itemsize}
+    options: dict[str, Any] = {"zero": zero, "sequence_parallel": sequence}
+    options["itemsize"] = engine.itemsize
     moves = forward_traffic(cfg, head, shape, rows=micro, tokens=tokens, **options)
     moved, hops = engine.moved_s(moves, shape), engine.hops_s(moves)
     parts = math.gcd(p, micro)  # micro-batches that a pass is cut into
@@ -142,6 +153,11 @@ def infer_s(
     if engine.profile.megatron:
         heads = ticks * head_s(engine, cfg, head, t, micro / parts * tokens)
     busy = ticks * stage * (product + copies) + heads + passes * moved
+    if engine.device.fresh_bytes_s:
+        new = activation_bytes(
+            cfg, head, shape, rows=micro, tokens=tokens, backward=False, **options
+        )
+        busy += passes * engine.device.fresh_s(new.total)
     return max(busy, ticks * engine.launch_s(stage) + passes * hops)
 
 
@@ -189,7 +205,16 @@ def update_s(
     optimizer = engine.device.copy_s(OPTIMIZER_BYTES * states)
     passes = ticks * (1 + BACKWARD + (again > 0))
     launch = passes * engine.launch_s(stage) + engine.hops_s(moves)
-    return max(layers + heads + engine.moved_s(moves, shape), launch) + optimizer
+    busy = layers + heads + engine.moved_s(moves, shape)
+    if engine.device.fresh_bytes_s:
+        sizes: dict[str, Any] = {"zero": zero, "itemsize": engine.itemsize}
+        held = training_bytes(cfg, head, shape, **sizes)
+        sizes |= {"sequence_parallel": sequence, "remat": remat, "micros": micros}
+        new = activation_bytes(cfg, head, shape, rows=micro, tokens=tokens, **sizes).total
+        new += held.weights + held.gradients + held.reduced
+        new += sum(f(cfg, head, shape, zero=zero) for f in (reduce_bytes, apply_bytes))
+        busy += engine.device.fresh_s(new)
+    return max(busy, launch) + optimizer
 
 
 def generate_s(
@@ -223,6 +248,12 @@ def generate_s(
     slope /= device.memory_bytes_s * device.copy[-1][1]
     launch = p * engine.launch_s(stage) + engine.hops_s(moves)
     first, last = prompt_tokens, prompt_tokens + response_tokens
+    if device.fresh_bytes_s:
+        sizes: dict[str, Any] = {"rows": rows, "itemsize": engine.itemsize}
+        new = prefill_bytes(cfg, shape, tokens=prompt_tokens, **sizes)
+        new += 2 * kv_bytes(cfg, shape, slots=last, **sizes)  # twice: it grows by doubling
+        new += response_tokens // SEGMENT * decode_bytes(cfg, shape, slots=last, **sizes)
+        prefill += device.fresh_s(new)
     return waves * (prefill + _longer_s(fixed, slope, launch, first, last))
 
 
@@ -264,7 +295,8 @@ def relay_s(
 ) -> float:
     """Seconds from training's layout to generation's; `shape` has all six axes."""
     moves = relay_traffic(cfg, shape, relay=relay, zero=zero, itemsize=engine.itemsize)
-    return engine.moved_s(moves, shape) + engine.hops_s(moves)
+    size = generation_bytes(cfg, shape, relay=relay, itemsize=engine.itemsize) if moves else 0
+    return engine.moved_s(moves, shape) + engine.hops_s(moves) + engine.device.fresh_s(size)
 
 
 def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receivers: int) -> float:

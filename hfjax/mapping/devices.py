@@ -26,6 +26,7 @@ class Profile:
     layer_s: float  # launches of a layer: it takes no less
     collective_s: float  # a hop of a ring
     megatron: bool = False  # pipelines and memory as Megatron has them
+    fused_attention: bool = False  # scores never reach memory
     kv_cache: bool = True  # without one a token takes a pass over all before it
     waves: bool = False  # rows that the KV cache has no room for wait for their turn
 
@@ -44,13 +45,13 @@ class Device:
     network_bytes_s: float
     network_latency_s: float
     host_bytes_s: float
+    fresh_bytes_s: float | None = None  # into memory that is new; None: as into any other
     shares: int = 1  # devices that share a host's cores: measured with all of them busy
     link_share: float = 1.0
     network_share: float = 1.0
     matmul: Curve = ((1.0, 1.0),)
     copy: Curve = ((1.0, 1.0),)
     collective: Mapping[int, tuple[float, float]] | None = None  # size: (latency_s, bytes_s)
-    fused_attention: bool = True  # scores never reach memory
     profile: Profile | None = None  # measured here
 
     def __post_init__(self) -> None:
@@ -65,6 +66,10 @@ class Device:
     def product_s(self, operations: float) -> float:
         """Seconds of one matrix product of so many operations."""
         return operations / (self.flops * on_curve(self.matmul, operations))
+
+    def fresh_s(self, size: float) -> float:
+        """Seconds in which the system hands out so many bytes of new memory."""
+        return size / self.fresh_bytes_s if self.fresh_bytes_s else 0.0
 
     def copy_s(self, size: float) -> float:
         """Seconds in which so many bytes of device memory are read or written."""

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.mapping.cost import replica_rows
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.pricing import RoleCosts
+from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
 from hfjax.mapping.work import Kind, Option, Problem
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
@@ -25,7 +24,6 @@ ALIKE = 0.02  # ways closer than this in seconds and bytes are one
 QUICKEST = 2  # layouts of their own that scoring may have
 WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 REMATS = ("none", "layer")
-MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +64,18 @@ class _Ways:
         self.model, self.work, self.cfg = self.costs.model, self.costs.work, self.costs.cfg
         self.calls, self.device = self.costs.calls, device
         self.limit = USABLE * device.memory_bytes
+        # hfjax's gains nothing where all-reduces stay whole, and loses where a micro-batch is large
+        self.splits_sequence = self.costs.engine.profile.megatron
         self.generates = any(call.kind is Kind.GENERATE for call in self.calls)
 
     def options(self, devices: int) -> list[Option]:
         """What fits a device by itself."""
         found: list[Option] = []
+        own = self.quickest(devices)
         for _, bases in groupby(self.bases(devices), key=lambda o: _stages(o)):
             ways = [self.costs.priced(way) for base in bases for way in self.updates(base)]
             ways = pareto([way for way in ways if self.fits(way)])
-            ways = pareto([*ways, *self.apart(ways, devices)])
+            ways = pareto([*ways, *self.apart(ways, own)])
             found += self.generations(ways) if self.generates else ways
         return pareto(found)
 
@@ -96,7 +97,7 @@ class _Ways:
                     if shape.fsdp > 1 and self.cfg.embed % shape.fsdp:
                         continue
                     where: Any = {"train" if self.model.trained else "infer": shape, "zero": zero}
-                    yield Option(**where, sequence_parallel=t > 1)
+                    yield Option(**where, sequence_parallel=t > 1 and self.splits_sequence)
 
     def tensors(self) -> list[int]:
         """Tensor parallel sizes that divide what they split."""
@@ -109,13 +110,13 @@ class _Ways:
         if option.train is None:
             yield option
             return
-        shape = option.train
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
-        replicas = shape.data * shape.fsdp
+        shape, batch = option.train, self.work.rows // self.work.updates
+        unit = shape.data * shape.fsdp * self.model.rows_together
+        sizes = [n for n in divisors(batch) if n % unit == 0] or [0]  # 0: all, filled up
         tried: list[Option] = []
         for remat in REMATS:
-            for micro in [2**k for k in range(mine.bit_length())]:
-                way = replace(option, remat=remat, micro_sequences=micro * replicas)
+            for micro in sizes:
+                way = replace(option, remat=remat, micro_sequences=micro)
                 size = self.costs.update_bytes(way)
                 if size > self.limit:
                     break
@@ -123,23 +124,17 @@ class _Ways:
                 tried.append(replace(way, seconds=seconds, working_bytes=size))
         yield from pareto(tried)
 
-    def apart(self, ways: Sequence[Option], devices: int) -> list[Option]:
+    def apart(self, ways: Sequence[Option], own: Sequence[MeshShape]) -> list[Option]:
         """The same ways to train, scoring in a layout of its own where that takes less."""
         numbers = [call.number for call in self.calls if call.kind is Kind.INFER]
-        if self.one_layout or not self.model.trained or not numbers:
-            return []
         found: list[Option] = []
-        for shape in self.quickest(devices):
-            first = replace(ways[0], infer=shape) if ways else None
+        for shape in own if ways else ():
+            first = replace(ways[0], infer=shape)
+            calls = (call for call in self.calls if call.kind is Kind.INFER)
+            took = {call.number: self.costs.seconds(first, call) for call in calls}
+            took[numbers[0]] += self.costs.move_seconds(first)
             for way in ways:
-                assert first is not None
                 each = replace(way, infer=shape)
-                took = {
-                    call.number: self.costs.seconds(first, call)
-                    for call in self.calls
-                    if call.number in numbers
-                }
-                took[numbers[0]] += self.costs.move_seconds(each)
                 if sum(took.values()) < sum(way.seconds[number] for number in numbers):
                     working = max(way.working_bytes, self.costs.infer_bytes(each))
                     each = replace(each, seconds=dict(way.seconds) | took, working_bytes=working)
@@ -149,7 +144,9 @@ class _Ways:
     def quickest(self, devices: int) -> list[MeshShape]:
         """Layouts in which a pass takes least, one for each number of stages times tensor parts."""
         found: dict[int, tuple[float, MeshShape]] = {}
-        call = next(call for call in self.calls if call.kind is Kind.INFER)
+        call = next((call for call in self.calls if call.kind is Kind.INFER), None)
+        if self.one_layout or not self.model.trained or call is None:
+            return []
         for base in self.bases(devices):
             shape = base.train or base.infer
             assert shape is not None

@@ -23,7 +23,7 @@ from hfjax.mapping.report import (
 )
 from hfjax.mapping.search import Found, Plan, needs_of, search
 from hfjax.mapping.simulate import write_trace
-from hfjax.mapping.verify import job, table, verify
+from hfjax.mapping.verify import jobs, table, verify
 from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
@@ -108,7 +108,8 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
         elif trained and role != main:
             setting, name = "critic", critic
         shape = model_shape(name, setting)
-        models[role] = Model(config=shape, head=kind.head, trained=trained)
+        together = builder.keywords.get("rows_together", 1)
+        models[role] = Model(config=shape, head=kind.head, trained=trained, rows_together=together)
     functions = scores if reward == FUNCTION else []
     agrees = config.dtype == "float32"
     nodes = dataflow(algorithm, config.algorithm, functions, agrees=agrees)
@@ -155,7 +156,7 @@ def plan(algorithm: ModuleType, config: Any) -> str:
         parts.append("not among them\n" + rejected_text(found.rejected))
     if config.verify:
         parts.append(_verified(task, cluster, found.best))
-    parts.append(_written(config, placement_of(found.best, cluster), found.best))
+    parts.append(_written(config, placement_of(found.best, cluster, task.work), found.best))
     return "\n\n".join(parts)
 
 
@@ -196,8 +197,8 @@ def _verified(task: Problem, cluster: Cluster, best: Plan) -> str:
     for pool in best.pools:
         kinds = [d for (d, _), n in zip(cluster, pool.devices, strict=True) if n]
         for role, option in pool.options.items():
-            made = job(role, task.models[role], option, task.work)
-            rows = verify([made], slowest(kinds).memory_bytes)
+            made = jobs(role, task.models[role], option, task.work)
+            rows = verify(made, slowest(kinds).memory_bytes)
             tables.append(f"{role}, compiled for {sum(pool.devices)} devices\n{table(rows)}")
     return "\n\n".join(tables)
 

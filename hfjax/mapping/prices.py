@@ -116,7 +116,7 @@ class Partition:
         merges = tuple(
             tuple(columns[leads[i]] for i in mine if calls[i].role == role) for role in roles
         )
-        return Table(self.pools, roles, merges, len(columns))
+        return Table(self.pools, roles, merges, max(1, len(columns)))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -19,18 +19,28 @@ from hfjax.mapping.cost import (
 from hfjax.mapping.devices import Device, Profile
 from hfjax.mapping.memory import (
     Held,
-    activation_bytes,
     generation_bytes,
     kv_bytes,
     training_bytes,
     weight_bytes,
 )
+from hfjax.mapping.temporaries import activation_bytes
 from hfjax.mapping.traffic import Move
 from hfjax.mapping.work import Call, Kind, Model, Option, Problem
 from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import SHARED
 from meshes.mesh import AXES, MeshShape
 from meshes.placement import RolePlacement
+
+MOST_TENSOR = 8  # more needs links between machines to be as fast as those inside
+
+
+def engine_of(device: Device, profile: Profile, itemsize: int) -> Engine:
+    """Of the profile come how it works, and what it adds where the device has not measured."""
+    if own := device.profile:
+        seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
+        profile = replace(profile, **seconds, collective_s=own.collective_s)
+    return Engine(device=device, profile=profile, itemsize=itemsize)
 
 
 class RoleCosts:
@@ -39,16 +49,12 @@ class RoleCosts:
     def __init__(
         self, problem: Problem, role: str, device: Device, profile: Profile, itemsize: int
     ) -> None:
-        """Of the profile come how it works, and what it adds where the device has not measured."""
         self.device, self.work = device, problem.work
         self.model: Model = problem.models[role]
         self.calls: Sequence[Call] = problem.of(role)
-        self.cfg = self.model.config
+        self.cfg = replace(self.model.config, vocab_multiple=MOST_TENSOR)  # as the widest pads it
         self.head: Head = self.model.head
-        if own := device.profile:
-            seconds = {"step_s": own.step_s, "layer_s": own.layer_s}
-            profile = replace(profile, **seconds, collective_s=own.collective_s)
-        self.engine = Engine(device=device, profile=profile, itemsize=itemsize)
+        self.engine = engine_of(device, profile, itemsize)
 
     def priced(self, option: Option) -> Option:
         """Seconds by call and bytes."""
@@ -95,9 +101,9 @@ class RoleCosts:
             self.cfg,
             self.head,
             shape,
-            rows=math.ceil(self.work.rows / self.work.updates),
+            rows=self.work.rows // self.work.updates,
             tokens=self.work.row_tokens,
-            micro=option.micro_sequences // (shape.data * shape.fsdp),
+            micro=self.micro_rows(option)[0],
             zero=option.zero,
             sequence=option.sequence_parallel,
             remat=option.remat,
@@ -162,7 +168,8 @@ class RoleCosts:
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
             itemsize=self.engine.itemsize,
-            fused_attention=self.device.fused_attention,
+            fused_attention=self.engine.profile.fused_attention,
+            cpu=self.device.fresh_bytes_s is not None,
             backward=False,
         ).total
 
@@ -173,29 +180,35 @@ class RoleCosts:
         slots = self.work.prompt_tokens + self.work.n * self.work.response_tokens
         return _generation_bytes(self.cfg, option.generate, prompts * slots, self.engine.itemsize)
 
+    def micro_rows(self, option: Option) -> tuple[int, int]:
+        """A replica's rows of a micro-batch, and how many of them an update has."""
+        assert option.train is not None
+        mine = replica_rows(self.work.rows // self.work.updates, option.train)
+        micro = option.micro_sequences // (option.train.data * option.train.fsdp) or mine
+        return micro, math.ceil(mine / micro)
+
     def update_bytes(self, option: Option) -> float:
         """What an update needs beside what is resident."""
         shape, held = option.train, self.held(option)
         assert shape is not None
-        replicas = shape.data * shape.fsdp
-        mine = replica_rows(math.ceil(self.work.rows / self.work.updates), shape)
-        micro = option.micro_sequences // replicas
+        micro, micros = self.micro_rows(option)
         activations = activation_bytes(
             self.cfg,
             self.head,
             self.meshed(option),
             rows=micro,
             tokens=self.work.row_tokens,
-            micros=math.ceil(mine / micro),
+            micros=micros,
             remat=option.remat,
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
             itemsize=self.engine.itemsize,
-            fused_attention=self.device.fused_attention,
-        ).total
+            fused_attention=self.engine.profile.fused_attention,
+            cpu=self.device.fresh_bytes_s is not None,
+        )
         if self.engine.profile.megatron:
-            return activations
-        return held.weights + held.gradients + max(activations, held.reduced)
+            return activations.total - activations.gradients  # added up where they arise
+        return held.weights + held.gradients + max(activations.total, held.reduced)
 
     def held(self, option: Option) -> Held:
         assert option.train is not None

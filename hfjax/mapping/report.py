@@ -3,39 +3,44 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hfjax.mapping.devices import Cluster
 from hfjax.mapping.search import Found, Plan, PlanPool, Rejected
 from hfjax.mapping.simulate import idle_shares, picture_of
-from hfjax.mapping.work import Option, Problem
+from hfjax.mapping.work import Option, Problem, Workload
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 
 GB = 1e9
+ALL = "all"  # the name of a pool that holds every role
 
 
-def placement_of(plan: Plan, cluster: Cluster) -> Placement:
+def placement_of(plan: Plan, cluster: Cluster, work: Workload) -> Placement:
     """The plan as `hfjax train --placement` takes it: a process for each machine of a pool."""
-    pools = {pool.name: _pool(pool, cluster) for pool in plan.pools}
+    names = {
+        pool.roles: ALL if len(plan.pools) == 1 else "-".join(pool.roles) for pool in plan.pools
+    }
+    pools = {names[pool.roles]: _pool(names[pool.roles], pool, cluster) for pool in plan.pools}
     roles = {
-        role: _role(role, pool.name, option)
+        role: _role(role, names[pool.roles], option, work)
         for pool in plan.pools
         for role, option in pool.options.items()
     }
     return Placement(pools, roles)
 
 
-def _pool(pool: PlanPool, cluster: Cluster) -> Pool:
+def _pool(name: str, pool: PlanPool, cluster: Cluster) -> Pool:
     devices = sum(pool.devices)
     kinds = zip(cluster, pool.devices, strict=True)
     machines = sum(math.ceil(count / device.node) for (device, _), count in kinds)
     processes = next(n for n in divisors(devices) if n >= min(machines, devices))
-    return Pool(pool.name, devices, processes)
+    return Pool(name, devices, processes)
 
 
-def _role(role: str, pool: str, option: Option) -> RolePlacement:
-    return RolePlacement(
+def _role(role: str, pool: str, option: Option, work: Workload) -> RolePlacement:
+    place = RolePlacement(
         role,
         pool,
         train=option.train,
@@ -45,6 +50,16 @@ def _role(role: str, pool: str, option: Option) -> RolePlacement:
         sequence_parallel=option.sequence_parallel,
         relay=option.relay,
     )
+    if option.micro_sequences:
+        place = replace(place, micro_sequences=option.micro_sequences)
+    if option.train and option.remat != "none":
+        place = replace(place, remat=option.remat)
+    if option.generate and option.waves > 1:
+        replicas = place.mesh_shape.over(place.generate_batch)
+        prompts = math.ceil(work.prompts / replicas)  # of a replica
+        rows = math.ceil(prompts / option.waves) * replicas * work.n
+        place = replace(place, generate_sequences=rows)
+    return place
 
 
 def memory_bytes(pool: PlanPool) -> float:

@@ -219,11 +219,12 @@ def idle_shares(played: Sequence[Played]) -> dict[str, float]:
 
 
 def picture_of(played: Sequence[Played], iteration: int | None = None) -> str:
-    """A line a pool, a letter a call: one iteration, by default the last, and what runs beside it.
+    """A line a pool, a letter a call: one iteration, by default the last but one.
 
-    Bars of the neighbouring iterations are drawn where they reach into it.
+    Bars of the iterations beside it are drawn where they reach into it.
     """
-    k = max(one.iteration for one in played) if iteration is None else iteration
+    last = max(one.iteration for one in played)
+    k = max(0, last - 1) if iteration is None else iteration
     mine = [one for one in played if one.iteration == k]
     begin, end = min(one.start_s for one in mine), max(one.end_s for one in mine)
     shown = [

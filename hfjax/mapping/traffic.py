@@ -5,6 +5,11 @@ The formulas are read off the compiled programs, and held to them by tests and b
 `python -m benchmarks.mapping compiled`. `rows` are those of one replica. A MeshShape has its six
 axes, as RolePlacement.mesh_shape gives it. What is smaller than the activations of a token is left
 out: the statistics of a softmax, the norm of a gradient, the tokens that were drawn.
+
+The compiler is the CPU's. Under sequence parallelism it gathers positions before the products and
+keeps the sums of partial products whole, where a GPU's may scatter them; and where a micro-batch's
+activations (tokens x D) outgrow a matrix (D x H d) it gathers matrices instead, which is not
+modelled.
 """
 
 import math
@@ -13,7 +18,8 @@ from dataclasses import dataclass, field
 
 from hfjax.engine.meter import RECEIVED
 from hfjax.engine.pipeline import STAGES
-from hfjax.mapping.memory import CHUNK, F32, Leaf, layouts, leaves, shard_size
+from hfjax.mapping.memory import F32, Leaf, layouts, leaves, shard_size
+from hfjax.mapping.temporaries import CHUNK
 from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import (
     BATCH,
@@ -239,6 +245,7 @@ class _Training:
         found = _Moves(self.shape)
         self._weights_gathered(found, self._ticks(micros))
         self._activations(found, rows // micros, micros, tokens, 2 * self._ticks(micros))
+        self._positions(found, rows // micros, micros, tokens, 2 * self._ticks(micros), 1)
         self._between_stages(found, rows // micros, micros, tokens)
         return found.all
 
@@ -246,7 +253,8 @@ class _Training:
         found = _Moves(self.shape)
         staged, again = self.stages > 1, remat == "layer"
         ticks = self._ticks(micros) if staged else micros
-        # forward, once more of a whole stage, once more of each layer, and back
+        # forward, once more of a whole stage, once more of each layer, and back; the compiler
+        # merges the two in between where a stage has one layer, which is not modelled
         passes = 1 + staged + (again or bool(self.shards))
         reduces = 2 + 2 * staged + again + 5
         self._weights_gathered(found, passes * ticks)
@@ -254,6 +262,8 @@ class _Training:
         each = (rows, micros) if staged else (rows, 1)
         times = 1 if staged else micros
         self._activations(found, *each, tokens, reduces * ticks // times, times, backward=True)
+        gathers = (8 if staged else 6) * ticks
+        self._positions(found, *each, tokens, gathers, 2 if staged else 3 * micros)
         self._between_stages(found, rows, micros, tokens, backward=True)
         return found.all
 
@@ -333,6 +343,19 @@ class _Training:
             chunk = min(CHUNK, tokens)
             found.add(REDUCE, tensor, part * chunk * F32, times * -(-tokens // chunk))
 
+    def _positions(
+        self, found: _Moves, rows: int, micros: int, tokens: int, times: int, outside: int
+    ) -> None:
+        """Sequence parallel: positions gathered `times` times a layer, and `outside` of layers."""
+        if not self.sequence_parallel:
+            return
+        x = tokens * self.cfg.embed * self.itemsize
+        found.add(GATHER, self.tensor, rows * x, times * self.cfg.layers // self.stages)
+        part = -(-rows * micros // self.stages)
+        found.add(GATHER, self.tensor, part * x, outside)
+        if self.stages > 1:
+            found.add(GATHER, self.tensor, rows * micros * x, outside)
+
     def _between_stages(
         self, found: _Moves, rows: int, micros: int, tokens: int, *, backward: bool = False
     ) -> None:
@@ -344,7 +367,8 @@ class _Training:
         part = -(-rows * micros // self.stages)
         found.add(GATHER, STAGES, part * self.stages * x, passes)
         found.add(SCATTER, STAGES, part * x, passes)
-        found.add(PERMUTE, STAGES, rows * x, passes * ticks)
+        split = self.shape.over(self.tensor) if self.sequence_parallel else 1
+        found.add(PERMUTE, STAGES, rows * x / split, passes * ticks)
         if backward:  # cotangents of what the tensor axes hold copies of
             found.add(REDUCE, self.tensor, rows * micros * x)
             found.add(REDUCE, self.tensor, part * x)

@@ -8,17 +8,19 @@ are asserted. That compiler has no fused attention: its temporaries are an upper
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hfjax.engine import meter
 from hfjax.engine.sampling import Sampling
-from hfjax.mapping import memory, traffic
+from hfjax.mapping import memory, temporaries, traffic
 from hfjax.mapping.programs import Programs
 from hfjax.mapping.work import Model, Option, Workload
 from hfjax.models.llama import Head, ModelConfig
@@ -75,16 +77,27 @@ class Row:
     compiled_received: float
     temporaries: float
     compiled_temporaries: int
+    cpu_only: float  # of the predicted ones those that only the CPU compiler makes
     seconds: float  # to compile
 
     @property
     def total(self) -> float:
-        """All that a device holds while it runs, as compiled."""
-        return self.beside + self.compiled_arguments + self.outputs + self.compiled_temporaries
+        """All that a device holds while it runs, as compiled, without what is the CPU's own."""
+        temporaries = max(0.0, self.compiled_temporaries - self.cpu_only)
+        return self.beside + self.compiled_arguments + self.outputs + temporaries
 
 
-def job(role: str, model: Model, option: Option, work: Workload) -> Job:
-    """What `role` runs under an option of the search."""
+def jobs(role: str, model: Model, option: Option, work: Workload) -> list[Job]:
+    """What `role` runs under an option of the search; scoring apart where its layout is its own."""
+    if option.train is None or option.infer is None:
+        return [_job(role, model, option, work)]
+    trains = dataclasses.replace(_job(role, model, option, work), infer_rows=0)
+    scores = dataclasses.replace(option, train=None, generate=None)
+    frozen = dataclasses.replace(model, trained=False, generates=False)
+    return [trains, _job(role, frozen, scores, work)]
+
+
+def _job(role: str, model: Model, option: Option, work: Workload) -> Job:
     base = option.train if model.trained else option.infer or option.train
     assert base is not None
     placement = RolePlacement(
@@ -98,19 +111,21 @@ def job(role: str, model: Model, option: Option, work: Workload) -> Job:
         relay=option.relay,
     )
     shape = placement.mesh_shape
-    rows = max(option.micro_sequences, placement.replicas)
     batch = work.rows // work.updates
+    rows = option.micro_sequences or math.ceil(batch / placement.replicas) * placement.replicas
     per = memory.pass_rows(work.rows // placement.replicas, work.row_tokens)
     generates = model.generates and option.relay != TWO_COPIES
+    replicas = shape.over(placement.generate_batch)
+    wave = math.ceil(math.ceil(work.prompts / replicas) / option.waves)
     return Job(
         config=dataclasses.replace(model.config, vocab_multiple=shape.tensor * shape.tensor_micro),
         head=model.head,
         placement=placement,
         remat=option.remat,
-        micros=max(1, batch // rows) if model.trained else 0,
+        micros=math.ceil(batch / rows) if model.trained else 0,
         rows=rows if model.trained else 0,
         infer_rows=per * placement.replicas,
-        prompts=work.prompts // option.waves if generates else 0,
+        prompts=wave * replicas if generates else 0,
         n=work.n,
         prompt_tokens=work.prompt_tokens,
         response_tokens=work.response_tokens,
@@ -125,6 +140,7 @@ class Prediction:
     arguments: float
     moves: traffic.Moves
     temporaries: float
+    cpu_only: float = 0.0
 
 
 def predicted(job: Job) -> dict[str, Prediction]:
@@ -152,38 +168,46 @@ def compiled(job: Job) -> Iterator[Row]:
 def verify(
     jobs: Sequence[Job], memory_bytes: float, *, deadline_s: float = DEADLINE_S
 ) -> list[Row]:
-    """The rows of all `jobs`, compiled in a process of its own.
+    """The rows of all `jobs`, each compiled in a process of its own.
 
     Raises ValueError, with the numbers, where a program does not fit `memory_bytes` of a device.
     """
     rows = [row for job in jobs for row in compile_apart(job, deadline_s)]
-    too_large = [row for row in rows if row.total > memory_bytes]
-    if too_large:
-        raise ValueError(
-            "; ".join(
-                f"{row.program} needs {row.total / 1e9:.2f} GB a device (held beside it "
-                f"{row.beside / 1e9:.2f}, arguments {row.compiled_arguments / 1e9:.2f}, outputs "
-                f"{row.outputs / 1e9:.2f}, temporaries {row.compiled_temporaries / 1e9:.2f}), "
-                f"which has {memory_bytes / 1e9:.2f} GB"
-                for row in too_large
-            )
-        )
+    require_room(rows, memory_bytes)
     return rows
+
+
+def require_room(rows: Sequence[Row], memory_bytes: float) -> None:
+    """Refuses programs that need more of a device than it has, by what was compiled."""
+    refusals = [
+        f"{row.program} needs {row.total / 1e9:.2f} GB a device: arguments "
+        f"{row.compiled_arguments / 1e9:.2f}, outputs {row.outputs / 1e9:.2f}, temporaries "
+        f"{row.compiled_temporaries / 1e9:.2f}, held beside it {row.beside / 1e9:.2f}"
+        for row in rows
+        if row.total > memory_bytes
+    ]
+    if refusals:
+        raise ValueError(f"a device has {memory_bytes / 1e9:.2f} GB; " + "; ".join(refusals))
 
 
 def compile_apart(job: Job, deadline_s: float = DEADLINE_S) -> list[Row]:
     """`compiled` in a process of its own, with as many simulated devices as the job's."""
     devices = job.placement.mesh_shape.devices
     flags = f"--xla_force_host_platform_device_count={devices}"
-    answer = subprocess.run(
-        [sys.executable, "-m", "hfjax.mapping.verify"],
-        input=json.dumps(_spelled(job)),
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=deadline_s,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "hfjax.mapping.verify"],
+            input=json.dumps(dataclasses.asdict(job)),
+            env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        raise TimeoutError(
+            f"compiling the programs of {job.placement.role} took more than {deadline_s} s"
+        ) from late
     if answer.returncode:
         raise RuntimeError(f"compiling {job.placement.role}: {answer.stderr[-4000:]}")
     return [Row(**each) for each in json.loads(answer.stdout.splitlines()[-1])]
@@ -243,6 +267,7 @@ def _row(
         compiled_received=sum(received for _, received in made),
         temporaries=expected.temporaries,
         compiled_temporaries=max(each.temp_bytes for each in used),
+        cpu_only=expected.cpu_only,
         seconds=seconds,
     )
 
@@ -255,29 +280,36 @@ def _training(job: Job) -> dict[str, Prediction]:
     run: Any = {"rows": rows, "tokens": job.tokens, "micros": job.micros, "remat": job.remat}
     run |= {"sequence_parallel": place.sequence_parallel, "itemsize": ITEMSIZE, **layout}
     moves = traffic.update_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run)
+    active, elsewhere = (
+        temporaries.activation_bytes(cfg, job.head, shape, **run, cpu=cpu).total
+        for cpu in (True, False)
+    )
     columns = job.micros * rows * (job.tokens * 5 + 4 * (job.head == "score"))
     read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
     found = {
         "accumulate": Prediction(
-            beside, read + held.gradients + columns, moves["accumulate"], active.total
+            beside,
+            read + held.gradients + columns,
+            moves["accumulate"],
+            active,
+            active - elsewhere,
         ),
         "reduce": Prediction(
             held.optimizer + held.weights,
             held.gradients,
             moves["reduce"],
-            memory.reduce_bytes(cfg, job.head, shape, **layout),
+            temporaries.reduce_bytes(cfg, job.head, shape, **layout),
         ),
         "apply": Prediction(
             0.0,
             held.optimizer + held.reduced,
             moves["apply"],
-            memory.apply_bytes(cfg, job.head, shape, **layout),
+            temporaries.apply_bytes(cfg, job.head, shape, **layout),
         ),
     }
     if held.weights:
-        turned = memory.cast_bytes(cfg, job.head, shape, **layout)
+        turned = temporaries.cast_bytes(cfg, job.head, shape, **layout)
         cast = Prediction(held.optimizer - held.master, held.master, moves["weights"], turned)
         found = {"weights": cast, **found}
     return found
@@ -295,8 +327,12 @@ def _scoring(job: Job) -> dict[str, Prediction]:
         beside = held.optimizer - (0 if held.weights else held.master)
     ids = run["rows"] * (job.tokens * 4 + 4 * (job.head == "score"))
     moves = traffic.forward_traffic(cfg, job.head, shape, **run)
-    active = memory.activation_bytes(cfg, job.head, shape, **run, backward=False)
-    return {"scoring": Prediction(beside, read + ids, moves, active.total)}
+    run |= {"backward": False, "trained": job.micros > 0}
+    active, elsewhere = (
+        temporaries.activation_bytes(cfg, job.head, shape, **run, cpu=cpu).total
+        for cpu in (True, False)
+    )
+    return {"scoring": Prediction(beside, read + ids, moves, active, active - elsewhere)}
 
 
 def _generation(job: Job) -> dict[str, Prediction]:
@@ -310,14 +346,22 @@ def _generation(job: Job) -> dict[str, Prediction]:
     step = traffic.decode_traffic(cfg, shape, n=job.n, **run)
     prompt = memory.kv_bytes(cfg, shape, slots=job.prompt_tokens, **run)
     own = memory.kv_bytes(cfg, shape, slots=job.response_tokens * job.n, **run)
-    first = memory.prefill_bytes(cfg, shape, tokens=job.prompt_tokens, **run)
     slots = job.prompt_tokens + job.response_tokens * job.n
-    later = memory.decode_bytes(cfg, shape, slots=slots, **run)
+    first, first_elsewhere, later, later_elsewhere = (
+        find(cpu=cpu)
+        for find in (
+            partial(temporaries.prefill_bytes, cfg, shape, tokens=job.prompt_tokens, **run),
+            partial(temporaries.decode_bytes, cfg, shape, slots=slots, **run),
+        )
+        for cpu in (True, False)
+    )
     steps = job.response_tokens - 1
     segment = tuple(dataclasses.replace(each, times=each.times * steps) for each in step)
     found = {
-        "prefill": Prediction(held.optimizer, weights, moves, first),
-        "segment": Prediction(held.optimizer, weights + prompt + own, segment, later),
+        "prefill": Prediction(held.optimizer, weights, moves, first, first - first_elsewhere),
+        "segment": Prediction(
+            held.optimizer, weights + prompt + own, segment, later, later - later_elsewhere
+        ),
     }
     return {"relay": _relay(job, held), **found}
 
@@ -326,17 +370,13 @@ def _relay(job: Job, held: memory.Held) -> Prediction:
     place, shape, cfg = job.placement, job.placement.mesh_shape, job.config
     layout: Any = {"zero": place.zero, "relay": place.relay, "itemsize": ITEMSIZE}
     moves = traffic.relay_traffic(cfg, shape, **layout)
-    read = held.weights or held.master
     beside = held.optimizer - (0 if held.weights else held.master)
-    return Prediction(beside, read, moves, memory.relay_temporary_bytes(cfg, shape, **layout))
-
-
-def _spelled(job: Job) -> dict[str, Any]:
-    """A job as JSON takes it."""
-    return dataclasses.asdict(job)
+    read = memory.relay_argument_bytes(cfg, shape, **layout)
+    return Prediction(beside, read, moves, temporaries.relay_temporary_bytes(cfg, shape, **layout))
 
 
 def _read(text: str) -> Job:
+    """A job from JSON."""
     found = json.loads(text)
     config, place = found["config"], found["placement"]
     if config["rope_scaling"]:

@@ -32,6 +32,7 @@ class Model:
     config: ModelConfig
     head: Head
     trained: bool
+    rows_together: int = 1  # neighbouring rows of a micro-batch that are not parted
     generates: bool = False  # found in the calls
 
 
@@ -100,7 +101,7 @@ class Option:
     sequence_parallel: bool = False
     relay: str = "hybrid"
     remat: str = "none"
-    micro_sequences: int = 0  # rows of a training micro-batch over all replicas
+    micro_sequences: int = 0  # rows of a training micro-batch over all replicas; 0: all at once
     waves: int = 1  # times that generation fills its KV cache
     seconds: Mapping[int, float] = field(default_factory=dict)  # by number of the role's calls
     resident_bytes: float = 0.0  # a device, between calls

@@ -94,7 +94,7 @@ def test_programs_of_an_actor_are_compiled_without_arrays() -> None:
     work = holding.Work(micros=2, rows=2, tokens=8, prompts=8)
     setup = Setup(cfg=CFG, p=2, t=2, p_g=1, t_g=2, devices=(8,))
     names = [line.split()[0] for line in holding.compiled(setup, 8, work).splitlines()[3:]]
-    assert names == ["accumulate", "reduce", "apply", "relay", "prefill", "segment"]
+    assert names == ["weights", "accumulate", "reduce", "apply", "relay", "prefill", "segment"]
 
 
 @pytest.mark.parametrize(

@@ -484,3 +484,94 @@ def test_an_actor_that_generates_in_its_own_way_has_no_second_copy(tmp_path: Pat
     builder = partial(Own, model=str(model), rollout=RolloutConfig(), training=TrainingConfig())
     with pytest.raises(ValueError, match=r"\[actor\] relay = 'two-copies' .* of its own"):
         start(placement, {"actor": builder}, runtime="local")
+
+
+SIZED = """
+[pool.all]
+devices = 2
+[actor]
+pool = "all"
+train = { data = 2 }
+micro_sequences = 4
+remat = "layer"
+generate_sequences = 4
+[reference]
+pool = "all"
+infer = { data = 2 }
+"""
+
+
+def sized_by(folder: Path, placement: str, **settings: Any) -> Any:
+    """Settings of eight rows under a placement's text."""
+    (folder / "placement.toml").write_text(placement)
+    model = write_lut(folder / "model", path_table(3, EOS))
+    return asked(folder, model, placement=str(folder / "placement.toml"), **settings)
+
+
+SIZES = {  # the run's own settings, and what is used
+    "none": ({}, (4, 0, "layer")),
+    "rows": ({"micro_sequences": 8}, (8, 0, "layer")),
+    "tokens": ({"micro_tokens": 512, "remat": "dots"}, (0, 512, "dots")),
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_what_a_run_leaves_open_is_as_its_placement_says(case: str, tmp_path: Path) -> None:
+    given, used = SIZES[case]
+    plan = prepare(grpo, sized_by(tmp_path, SIZED, actor=given), NOW)
+    training = plan.builders["actor"].keywords["training"]
+    assert (training.micro_sequences, training.micro_tokens, training.remat) == used
+    micro = f"{used[1]} tokens" if used[1] else used[0]
+    assert f"{micro} a micro-batch, remat {used[2]}; actor generates 4 rows" in plan.sizes()
+
+
+SIZE_REFUSALS = {  # a change of the placement, settings, and the message
+    "a micro-batch with a rest": (
+        ("micro_sequences = 4", "micro_sequences = 6"),
+        {},
+        r"placement .*toml: \[actor\] micro_sequences=6 must divide the 8 rows .*one of \[2, 4, 8",
+    ),
+    "a micro-batch above the mini-batch": (
+        ("", ""),
+        {"actor": {"minibatch_sequences": 2}},
+        r"\[actor\] micro_sequences=4 must divide the 2 rows of a mini-batch \(2 = 0 x 4 \+ 2\)",
+    ),
+    "half a prompt": (
+        ("generate_sequences = 4", "generate_sequences = 6"),
+        {},
+        r"\[actor\] generate_sequences = 6 must be a multiple of 4: 2 replicas of generation x "
+        r"2 responses a prompt; use 4 or 8",
+    ),
+    "less than a prompt": (
+        ("generate_sequences = 4", "generate_sequences = 1"),
+        {},
+        r"generate_sequences = 1 must be .*; use 4, or leave it out",
+    ),
+    "a second copy's waves": (
+        (
+            "generate_sequences",
+            'relay = "two-copies"\ngenerate_pool = "more"\ngenerate_sequences',
+        ),
+        {},
+        r"\[actor\] generate_sequences = 4 must be a multiple of 6: 3 replicas",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIZE_REFUSALS)
+def test_sizes_of_a_placement_that_do_not_fit_the_run_are_refused_with_it(
+    case: str, tmp_path: Path
+) -> None:
+    change, settings, message = SIZE_REFUSALS[case]
+    text = SIZED.replace(*change, 1)
+    text += "[pool.more]\ndevices = 3\n" if "copy" in case else ""
+    with pytest.raises(ValueError, match=message):
+        prepare(grpo, sized_by(tmp_path, text, **settings), NOW)
+
+
+def test_a_role_that_generates_nothing_has_no_waves(tmp_path: Path) -> None:
+    text = '[pool.a]\ndevices = 1\n[actor]\npool = "a"\ntrain = { data = 1 }\n'
+    (tmp_path / "waves.toml").write_text(f"{text}generate_sequences = 2\n")
+    config = tuning(tmp_path, placement=str(tmp_path / "waves.toml"))
+    with pytest.raises(ValueError, match=r"\[actor\] generate_sequences = 2: .* nothing"):
+        prepare(sft, config, NOW)

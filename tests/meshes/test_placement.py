@@ -142,6 +142,34 @@ REFUSALS = {
         ),
         r"\[reward\] relay = 'two-copies': only a role that is trained",
     ),
+    "a negative micro-batch": (
+        ('"value"\ntrain', '"value"\nmicro_sequences = -1\ntrain'),
+        r"\[critic\] micro_sequences = -1: must be a whole number of rows, 0 for all",
+    ),
+    "half a wave": (
+        ('"policy"\n', '"policy"\ngenerate_sequences = 1.5\n'),
+        r"\[actor\] generate_sequences = 1.5: must be a whole number of rows",
+    ),
+    "rematerialisation": (
+        ('"policy"\n', '"policy"\nremat = "layers"\n'),
+        r"\[actor\] remat = \"layers\" is unknown; use 'none', 'layer' or 'dots'",
+    ),
+    "rematerialisation by number": (
+        ('"policy"\n', '"policy"\nremat = 1\n'),
+        r"\[actor\] remat = 1: must be a text",
+    ),
+    "a micro-batch of what only computes": (
+        ("infer = { data = 4 }", "infer = { data = 4 }\nmicro_sequences = 4"),
+        r"\[reward\] micro_sequences = 4: only a role that is trained has it; remove it",
+    ),
+    "rematerialisation of what only computes": (
+        ("infer = { data = 4 }", 'infer = { data = 4 }\nremat = "layer"'),
+        r"\[reward\] remat = \"layer\": only a role that is trained",
+    ),
+    "waves of what generates nothing": (
+        ("infer = { data = 4 }", "infer = { data = 4 }\ngenerate_sequences = 8"),
+        r"\[reward\] generate_sequences = 8: this role generates nothing; remove it",
+    ),
     "broken TOML": (("devices = 4\nproc", "devices = \nproc"), r"line 3, column 11"),
 }
 
@@ -217,6 +245,21 @@ def test_written_placements_read_back_equal(name: str) -> None:
     assert parse_placement(placement.to_toml()) == placement
 
 
+SIZES = 'micro_sequences = 16\nremat = "layer"\ngenerate_sequences = 8\n'
+
+
+def test_how_much_is_worked_on_at_a_time_reads_back_equal_and_is_written_only_where_set() -> None:
+    placement = parse_placement(GOOD.replace('"policy"\n', f'"policy"\n{SIZES}', 1))
+    actor, critic = placement.roles["actor"], placement.roles["critic"]
+    assert (actor.micro_sequences, actor.remat, actor.generate_sequences) == (16, "layer", 8)
+    assert (critic.micro_sequences, critic.remat, critic.generate_sequences) == (0, "", 0)
+    written = placement.to_toml()
+    assert parse_placement(written) == placement
+    assert SIZES in written
+    for line in SIZES.splitlines():
+        assert written.count(line.split()[0]) == 1
+
+
 def test_odd_names_read_back_equal() -> None:
     placement = Placement(
         {'a "b".c': Pool('a "b".c', 2)},
@@ -276,12 +319,14 @@ def test_a_role_that_is_updated_may_score_in_another_layout() -> None:
 
 def test_a_second_copy_has_a_pool_of_its_own() -> None:
     actor = 'pool = "policy"\nrelay = "two-copies"\ngenerate_pool = "rollout"\n'
+    actor += "generate_sequences = 4\n"
     text = GOOD.replace('pool = "policy"\n', actor, 1) + "[pool.rollout]\ndevices = 6\n"
     placement = parse_placement(text.replace("{ tensor = 1 }", "{ tensor = 3 }"))
     assert parse_placement(placement.to_toml()) == placement
     actor, copy = placement.roles["actor"], placement.rollout("actor")
     assert actor.mesh_shape == MeshShape(data=2, tensor=2)
     assert (copy.pool, copy.mesh_shape) == ("rollout", MeshShape(data=2, tensor=3))
+    assert copy.generate_sequences == 4
     assert placement.rollout("critic") is None
     assert placement.only(["actor"]).pools.keys() == {"policy", "rollout"}
     assert placement.table().splitlines()[1:3] == [

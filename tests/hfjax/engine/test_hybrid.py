@@ -288,7 +288,7 @@ def test_offloaded_moments_are_on_no_device_between_updates():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# --- a layout for scoring, of another mesh ---------------------------------------------------------
+# --- a layout for scoring, of another mesh -------------------------------------------------------
 
 SCORING = {  # training's mesh and stage of ZeRO, scoring's mesh and dtype
     "fsdp 4, tensor 2 data 2": (MeshShape(fsdp=4), 3, MeshShape(data=2, tensor=2), "float32"),

@@ -100,7 +100,8 @@ def random_options(problem: Problem, random: Random, most: int = 4) -> Options:
 def scaling_options(problem: Problem, sizes: Mapping[str, float], *, any_n: bool) -> Options:
     """As layouts scale: products by devices, a floor a layout, memory for speed.
 
-    Up to 32 a role and count; with `any_n` also where the layout does not divide the devices.
+    Up to 32 a role and count, seconds whole in binary; with `any_n` also layouts that do not
+    divide the devices.
     """
 
     def options(role: str, device: Any, n: int) -> Sequence[Option]:
@@ -118,7 +119,8 @@ def scaling_options(problem: Problem, sizes: Mapping[str, float], *, any_n: bool
                             INFER: (300, 0.3 * t),
                             TRAIN: (900, 1.0 + p + 0.2 * n / (t * p)),
                         }[call.kind]
-                        seconds[call.number] = sizes[role] * (work / n * slow + floor)
+                        took = sizes[role] * (work / n * slow + floor)
+                        seconds[call.number] = round(took * 1024) / 1024
                     trained = any(call.kind is TRAIN for call in problem.of(role))
                     held = sizes[role] * (120 if trained else 14) / (n if lean else t * p) * GB
                     found.append(

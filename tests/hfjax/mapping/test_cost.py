@@ -25,7 +25,7 @@ from meshes.layouts import DS_CHAT, HYBRID, HYBRID_V
 from meshes.mesh import DATA, PIPE, TENSOR, MeshShape
 from meshes.placement import RolePlacement
 
-NONE = Profile(name="none", step_s=0.0, layer_s=0.0, collective_s=0.0)
+NONE = Profile(name="none", step_s=0.0, layer_s=0.0, collective_s=0.0, fused_attention=True)
 FLAT = ((1.0, 1.0),)
 CFG = SHAPES["llama2-7b"]
 HUGE = 1e30

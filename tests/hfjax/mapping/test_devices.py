@@ -95,7 +95,7 @@ def test_a_curve_goes_through_its_points_and_time_never_falls_with_size() -> Non
 def test_every_field_of_a_device_can_be_written_in_a_file(tmp_path) -> None:
     names = {field.name for field in fields(Device)} - {"name", "profile", "collective"}
     file = tmp_path / "mine.toml"
-    lines = ["[device.mine]", 'like = "a100-80g"', "fused_attention = false"]
+    lines = ["[device.mine]", 'like = "a100-80g"', "fresh_bytes_s = 2e8"]
     lines += ["profile = { step_s = 1e-3, layer_s = 1e-4, collective_s = 1e-5 }"]
     lines += ["collective = { 2 = [1e-5, 1e9], 8 = [2e-5, 2e9] }"]
     file.write_text("\n".join(lines))
@@ -103,5 +103,5 @@ def test_every_field_of_a_device_can_be_written_in_a_file(tmp_path) -> None:
     assert mine.collective == {2: (1e-5, 1e9), 8: (2e-5, 2e9)}
     assert mine.profile is not None
     assert mine.profile.layer_s == 1e-4
-    assert not mine.fused_attention
-    assert "fused_attention" in names
+    assert mine.fresh_s(4e8) == 2
+    assert "fresh_bytes_s" in names

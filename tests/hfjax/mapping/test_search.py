@@ -2,7 +2,7 @@
 """The search finds what trying everything finds, says why the rest was rejected, and is quick."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import comb
 from random import Random
@@ -342,6 +342,15 @@ def test_devices_stay_idle_only_where_not_all_can_be_used() -> None:
 
     assert search(problem, [(a_device(), 2)], options).best.devices == 2
     assert search(problem, [(a_device(), 3)], options).best.devices == 1
+
+
+def test_a_model_without_calls_still_takes_memory() -> None:
+    """90 GB each, 72 usable a device."""
+    problem = a_problem((A, GENERATE, set()))
+    problem = replace(problem, models={A: problem.models[A], C: problem.models[A]})
+    options = equal_options(problem, 90 * GB)
+    found = search(problem, [(a_device(), 3)], options)
+    assert (found.best.value, found.best.sets, found.rejected[0].needs) == (1, ((A, C),), 4)
 
 
 def test_the_papers_objective_and_time_differ_where_training_overlaps_generation() -> None:

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from hfjax.mapping.period import order
 from hfjax.mapping.simulate import (
     Played,
     d_cost,
@@ -121,6 +122,29 @@ def test_a_cycle_over_two_iterations_sets_the_pace() -> None:
     seconds = {0: 1.0, 1: 1.0, 2: 5.0, 3: 5.0, 4: 1.0, 5: 1.0}
     assert steady_s(problem, pools, seconds) == 7
     assert period_s(play(problem, pools, seconds)) == 7
+
+
+@pytest.mark.parametrize(
+    ("calls", "alone", "moving"),
+    [
+        ([(A, GENERATE, set()), (A, INFER, set()), (C, INFER, {0, 1})], (0, 0, 2), (0, 1, 2)),
+        ([(A, GENERATE, set()), (A, INFER, set()), (C, INFER, {0})], (0, 1, 2), (0, 1, 2)),
+        ([(A, INFER, set()), (C, INFER, {0}), (C, TRAIN, {0})], (0, 1, 1), (0, 1, 1)),
+        ([(A, INFER, set()), (C, INFER, set()), (C, TRAIN, {0})], (0, 1, 2), (0, 1, 2)),
+        (
+            [(A, INFER, set()), ("f", DRIVER, {0}), (C, INFER, {1}), (C, TRAIN, {0})],
+            (0, 1, 2, 2),
+            (0, 1, 2, 3),
+        ),
+    ],
+)
+def test_calls_count_as_one_only_where_nothing_comes_or_goes_between(
+    calls: list, alone: tuple[int, ...], moving: tuple[int, ...]
+) -> None:
+    """Columns that take time to come may come between where the calls before them do not show."""
+    problem = a_problem(*calls)
+    for moves, leads in ((False, alone), (True, moving)):
+        assert order(problem.calls, {A: 0, C: 1}, 2, moves).leads == leads
 
 
 @pytest.mark.parametrize("seed", range(60))
