@@ -109,7 +109,7 @@ def figure_15_text() -> str:
     for size in ("7b", "13b"):
         found = [Figure15(size).generation(t) for t in T_G]
         rows.append((size, *(f"{f[1]:.1f} s in {f[0]}" if f else NONE for f in found)))
-    what = "generation on 16 GPUs, trained as 1-8-2, all models colocated, in waves of the KV cache"
+    what = "generation on 16 GPUs, train 1-8-2, all models colocated, in waves of the KV cache"
     return f"{heading(what)}\n{aligned(rows)}"
 
 

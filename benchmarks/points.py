@@ -102,7 +102,7 @@ def winner(setting: Setting, gpus: int, name: str, sets: Sets, devices: Sequence
     found, given = best(setting, gpus, "paper"), room.given(sets, devices)
     theirs = f"{name} {' | '.join(map(str, devices))}"
     if found is None or given is None:
-        return Point(where, theirs, "does not fit", False, "memory")
+        return Point(where, theirs, "does not fit", False, f"memory{undivided(setting, gpus)}")
     same = {frozenset(p.roles): sum(p.devices) for p in found.pools}
     wanted = {frozenset(roles): n for roles, n in zip(sets, devices, strict=True)}
     ours = f"{spelled(found)}: {found.value:.1f} s"
@@ -111,8 +111,16 @@ def winner(setting: Setting, gpus: int, name: str, sets: Sets, devices: Sequence
         ours += f" (time: {spelled(later)})"
     why = f"theirs takes {given.value:.1f} s, {given.value / found.value - 1:.1%} more"
     if same_sets(found.sets, sets):
-        why = f"same sets, theirs {given.value:.1f} s, {given.value / found.value - 1:.1%} more"
-    return Point(where, theirs, ours, same == wanted, why)
+        why = f"the same sets; {why}"
+    return Point(where, theirs, ours, same == wanted, why + undivided(setting, gpus))
+
+
+def undivided(setting: Setting, gpus: int) -> str:
+    """Why a number of GPUs may do badly: ZeRO's shards are even here, Megatron pads them."""
+    odd = gpus // (gpus & -gpus)
+    widths = {m.config.embed for m in setting.problem.models.values() if m.config.embed % odd}
+    which = ", ".join(map(str, sorted(widths)))
+    return f"; model width {which} is no multiple of {odd}: no ZeRO over all replicas" * bool(which)
 
 
 def shared(sets: Sets, gpus: int) -> list[int]:
@@ -242,11 +250,15 @@ def shares() -> Iterable[Point]:
         for gpus in doubled(SIZES_FROM[setting.actor])
         if (found := best(setting, gpus, "paper"))
     ]
-    ours = 100 * statistics.mean(actor_share(setting, found) for setting, found in plans)
-    yield number("HybridFlow: actor's generation and training, share", 58.9, ours, "all settings")
+    generates, learns = (
+        100 * statistics.mean(actor_share(setting, found, kind) for setting, found in plans)
+        for kind in (Kind.GENERATE, Kind.TRAIN)
+    )
+    why = f"generation {generates:.1f}%, training {learns:.1f}%, mean of all settings"
+    name = "HybridFlow: actor's generation and training, share"
+    yield number(name, 58.9, generates + learns, why)
 
 
-def actor_share(setting: Setting, plan: Plan) -> float:
+def actor_share(setting: Setting, plan: Plan, kind: Kind) -> float:
     """Of an iteration, by the paper's objective."""
-    kinds = (Kind.GENERATE, Kind.TRAIN)
-    return sum(stage_seconds(plan, setting.problem, k, "actor") for k in kinds) / plan.d_cost
+    return stage_seconds(plan, setting.problem, kind, "actor") / plan.d_cost
