@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.memory import generation_bytes, kv_bytes, leaves, training_bytes
+from hfjax.mapping.memory import kv_bytes, leaves, training_bytes
 from hfjax.mapping.temporaries import (
     activation_bytes,
     apply_bytes,
@@ -27,15 +27,17 @@ from hfjax.mapping.traffic import (
     prefill_traffic,
     relay_traffic,
     update_traffic,
+    weights_traffic,
 )
 from hfjax.models.llama import Head, ModelConfig
-from meshes.mesh import AXES, MeshShape
+from meshes.mesh import AXES, PIPE, PIPE_MICRO, MeshShape
 
 OPTIMIZER_BYTES = 28  # AdamW a parameter: float32 master, two moments and gradient in; three out
 NORM_COPIES = 10  # values of model width a layer reads and writes beside its products
 SCORE_COPIES = 6  # float32 reads and writes of attention scores that reach memory
 LOGIT_COPIES = 3  # float32 reads and writes of logits on the way to log-probs
 SEGMENT = 32  # tokens between two looks at whether any row still runs (hfjax.engine.decode)
+SUM_COPIES = 3  # of gradients, a micro-batch: its own and the sum so far read, the new sum written
 BACKWARD = 2  # a backward pass takes two forward passes
 ROUNDS = {"all-reduce": 2, "collective-permute": 0}  # of a ring; others have one
 
@@ -206,9 +208,11 @@ def update_s(
     passes = ticks * (1 + BACKWARD + (again > 0))
     launch = passes * engine.launch_s(stage) + engine.hops_s(moves)
     busy = layers + heads + engine.moved_s(moves, shape)
+    sizes: dict[str, Any] = {"zero": zero, "itemsize": engine.itemsize}
+    held = training_bytes(cfg, head, shape, **sizes)
+    if not engine.profile.megatron:  # whose products add to the sums where they lie
+        busy += micros * engine.device.copy_s(SUM_COPIES * held.gradients)
     if engine.device.fresh_bytes_s:
-        sizes: dict[str, Any] = {"zero": zero, "itemsize": engine.itemsize}
-        held = training_bytes(cfg, head, shape, **sizes)
         sizes |= {"sequence_parallel": sequence, "remat": remat, "micros": micros}
         new = activation_bytes(cfg, head, shape, rows=micro, tokens=tokens, **sizes).total
         new += held.weights + held.gradients + held.reduced
@@ -293,10 +297,20 @@ def relay_s(
     relay: str,
     zero: int,
 ) -> float:
-    """Seconds from training's layout to generation's; `shape` has all six axes."""
-    moves = relay_traffic(cfg, shape, relay=relay, zero=zero, itemsize=engine.itemsize)
-    size = generation_bytes(cfg, shape, relay=relay, itemsize=engine.itemsize) if moves else 0
-    return engine.moved_s(moves, shape) + engine.hops_s(moves) + engine.device.fresh_s(size)
+    """Seconds from training's layout to generation's; `shape` has all six axes.
+
+    Our engine makes what passes read anew after an update; on a CPU, what is gathered along another
+    dimension than the first, that of layers, is then put in order.
+    """
+    sizes: dict[str, Any] = {"relay": relay, "zero": zero, "itemsize": engine.itemsize}
+    moves = relay_traffic(cfg, shape, **sizes)
+    copies = 0.0
+    if not engine.profile.megatron:
+        moves = (*weights_traffic(cfg, "lm", shape, **sizes), *moves)
+    if engine.device.shares > 1:
+        sorts = [m for m in moves if not {PIPE, PIPE_MICRO} & {*m.axes}]
+        copies = sum(m.total_bytes * m.group / (m.group - 1) for m in sorts)
+    return engine.moved_s(moves, shape) + engine.hops_s(moves) + engine.device.copy_s(2 * copies)
 
 
 def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receivers: int) -> float:

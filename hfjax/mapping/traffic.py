@@ -104,6 +104,19 @@ def update_traffic(
     }
 
 
+def weights_traffic(
+    cfg: ModelConfig,
+    head: Head,
+    shape: MeshShape,
+    *,
+    zero: int = 3,
+    relay: str = HYBRID,
+    itemsize: int = 2,
+) -> Moves:
+    """What passes read, made from the master weights; as in each update."""
+    return _Training(cfg, head, shape, zero, relay, itemsize, False).gathered_once()
+
+
 def relay_traffic(
     cfg: ModelConfig, shape: MeshShape, *, zero: int = 3, relay: str = HYBRID, itemsize: int = 2
 ) -> Moves:
