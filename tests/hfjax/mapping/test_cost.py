@@ -150,6 +150,36 @@ def test_the_relay_moves_what_table_2_says() -> None:
     assert relayed(DS_CHAT) == pytest.approx(size * 15 / 16 / 25e9, rel=0.02)
 
 
+def test_simulated_devices_order_what_they_gather_but_along_layers() -> None:
+    """The layers' dimension is the first: parts of it follow one another."""
+    alone, shared = ({"memory_bytes_s": 1e9, "shares": shares} for shares in (1, 8))
+    for base, copies in ((MeshShape(pipe=2, data=4), 0), (MeshShape(fsdp=8), 2)):
+        place = RolePlacement("actor", "all", train=base, generate=MeshShape())
+        sizes: Any = {"relay": HYBRID, "zero": 3}
+        slow, quick = (
+            relay_s(ideal(**each), CFG, place.mesh_shape, **sizes) for each in (shared, alone)
+        )
+        moved = 2 * (parameters(CFG, "lm") - CFG.embed * (2 * CFG.layers + 1))
+        assert slow - quick == pytest.approx(copies * moved / 1e9, rel=0.01, abs=1e-6)
+
+
+def test_weights_that_are_gathered_once_are_gathered_anew_before_generation() -> None:
+    took = [relay_s(ideal(), CFG, MeshShape(fsdp=8), relay=HYBRID, zero=z) for z in (1, 3)]
+    assert took[0] == pytest.approx(took[1], rel=0.01)
+
+
+def test_every_micro_batch_adds_its_gradients_to_the_sums() -> None:
+    engine = ideal(flops=HUGE, memory_bytes_s=1e12)
+    options: Any = {"rows": 8, "tokens": 16}
+    many, few = (
+        update_s(engine, CFG, "value", MeshShape(), **options, micro=micro) for micro in (1, 2)
+    )
+    added_s = 3 * 4 * parameters(CFG, "value") / 1e12
+    assert many - few == pytest.approx(4 * added_s, rel=1e-3)
+    fused = replace(engine, profile=replace(NONE, megatron=True))
+    assert update_s(fused, CFG, "value", MeshShape(), **options, micro=1) < many - 7 * added_s
+
+
 @pytest.mark.parametrize("name", ["flops", "memory_bytes_s", "link_bytes_s", "network_bytes_s"])
 def test_a_faster_device_is_never_slower(name: str) -> None:
     device: Device = load_devices()["a100-80g"]
