@@ -131,13 +131,14 @@ def _three(values: Iterable[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def pairs_text(title: str, pairs: Sequence[Pair], *, scale: float = 1e3, unit: str = "ms") -> str:
-    """A line a pair, and how well the two are ordered alike."""
-    lines = [f"{title:28}{'predicted ' + unit:>14}{'measured (quartiles)':>28}{'ratio':>7}"]
+def pairs_text(title: str, pairs: Sequence[Pair], spread: str = "quartiles") -> str:
+    """A line a pair, in milliseconds."""
+    head = f"measured ms ({spread})"
+    lines = [f"{title:30}{'predicted ms':>14}{head:>28}{'ratio':>7}"]
     for pair in pairs:
-        low, middle, high = (scale * s for s in pair.measured_s)
-        text = f"{middle:.1f} ({low:.1f}-{high:.1f})"
-        lines.append(f"{pair.name:28}{scale * pair.predicted_s:14.1f}{text:>28}{pair.ratio:7.2f}")
+        low, middle, high = (1e3 * s for s in pair.measured_s)
+        text = f"{middle:,.1f} ({low:,.1f}-{high:,.1f})"
+        lines.append(f"{pair.name:30}{1e3 * pair.predicted_s:14,.1f}{text:>28}{pair.ratio:7.2f}")
     return "\n".join(lines)
 
 

@@ -312,7 +312,7 @@ def placements(options: argparse.Namespace) -> int:
     )
     print(rivals[PLANNED].to_toml())
     pairs = pairs_of(records, predicted)
-    print(pairs_text("placement", pairs, scale=1, unit="s"))
+    print(pairs_text("placement", pairs, "least-most"))
     print(f"rank correlation {order(pairs):.2f} of {len(pairs)}")
     fine, text = near(pairs)
     print(text)
