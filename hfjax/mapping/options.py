@@ -15,11 +15,10 @@ import numpy as np
 
 from hfjax.mapping.devices import Device, Profile
 from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
-from hfjax.mapping.work import Kind, Option, Problem
+from hfjax.mapping.work import USABLE, Kind, Option, Problem
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 
-USABLE = 0.9  # share of a device's memory to plan for; vLLM's gpu_memory_utilization
 ALIKE = 0.02  # ways closer than this in seconds and bytes are one
 QUICKEST = 2  # layouts of their own that scoring may have
 WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
