@@ -260,7 +260,8 @@ def predicted_text(pairs: Sequence[tuple[str, str]], gpus: Sequence[int]) -> str
     mean = statistics.mean(gains)
     verdict = "matched" if near(mean, rel.GAIN) else f"not matched: {mean / rel.GAIN:.2f} x theirs"
     return (
-        f"{text}\nour best plan is {mean:.2f} times as fast as the Heuristic on average, simulated; "
+        f"{text}\nour best plan is {mean:.2f} times as fast as the Heuristic on average, "
+        "simulated; "
         f"ReaL's {rel.GAIN} times, measured: {verdict}"
     )
 
