@@ -59,13 +59,15 @@ class Point:
 
 
 def number(name: str, theirs: float, ours: float, why: str, unit: str = "%") -> Point:
-    """A point of one number; `why` says what parts them, where something does.
-
-    A percentage is near another where what is left of the whole is near too: 99 % is not 81 %.
-    """
+    """A point of one number; `why` says what parts them, where something does."""
     a, b = (f"{value:.1f}{unit}" for value in (theirs, ours))
-    matched = near(ours, theirs) and (unit != "%" or near(100 - ours, 100 - theirs))
-    return Point(name, a, b, matched, f"{why}; {ours / theirs:.2f} x theirs")
+    return Point(name, a, b, near(ours, theirs), f"{why}; {ours / theirs:.2f} x theirs")
+
+
+def share(name: str, theirs: float, ours: float, why: str) -> Point:
+    """A percentage of a whole, whose rest must be near too: 99 % is not 81 %."""
+    point = number(name, theirs, ours, why)
+    return replace(point, matched=point.matched and near(100 - ours, 100 - theirs))
 
 
 def points() -> Iterable[Point]:
@@ -188,7 +190,7 @@ def figure_15() -> Iterable[Point]:
         "figure 15, 7B: best t_g", "2", str(least), least == 2, f"{seconds[least]:.1f} s at {least}"
     )
     ours = 100 * (1 - seconds[2] / seconds[8])
-    yield number("figure 15, 7B: t_g = 2 against 8, less", 60.3, ours, "of the seconds")
+    yield share("figure 15, 7B: t_g = 2 against 8, less", 60.3, ours, "of the seconds")
 
 
 def transitions(size: str, gpus: int) -> dict[str, float]:
@@ -224,10 +226,10 @@ def figure_14() -> Iterable[Point]:
                 saved.append(took[name] - ours)
     why = "the engine's reload and synchronisation are not modelled"
     mean = statistics.mean([*less["DS-Chat"], *less["OpenRLHF"]])
-    yield number("figure 14: transition less, mean", 55.2, mean, why)
+    yield share("figure 14: transition less, mean", 55.2, mean, why)
     yield number("the same", 11.7, statistics.mean(saved), why, " s")
-    yield number("against OpenRLHF, up to", 89.1, max(less["OpenRLHF"]), why)
-    yield number("against DS-Chat, up to", 71.2, max(less["DS-Chat"]), why)
+    yield share("against OpenRLHF, up to", 89.1, max(less["OpenRLHF"]), why)
+    yield share("against DS-Chat, up to", 71.2, max(less["DS-Chat"]), why)
 
 
 def shares() -> Iterable[Point]:
@@ -243,7 +245,7 @@ def shares() -> Iterable[Point]:
                 each = [SYSTEMS[system](setting, gpus) for gpus in doubled(least)]
                 found += [it.share(setting, Kind.GENERATE) for it in each if it]
         name = f"{system}: generation's share, up to"
-        yield number(name, 81.2, 100 * max(found, default=0.0), why)
+        yield share(name, 81.2, 100 * max(found, default=0.0), why)
     plans = [
         (setting, found)
         for setting in (Setting(algorithm, size) for algorithm in ALGORITHMS for size in SIZES_FROM)
@@ -256,7 +258,7 @@ def shares() -> Iterable[Point]:
     )
     why = f"generation {generates:.1f}%, training {learns:.1f}%, mean of all settings"
     name = "HybridFlow: actor's generation and training, share"
-    yield number(name, 58.9, generates + learns, why)
+    yield share(name, 58.9, generates + learns, why)
 
 
 def actor_share(setting: Setting, plan: Plan, kind: Kind) -> float:

@@ -15,11 +15,10 @@ import numpy as np
 
 from hfjax.mapping.devices import Device, Profile
 from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
-from hfjax.mapping.work import Kind, Option, Problem
+from hfjax.mapping.work import USABLE, Kind, Option, Problem
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 
-USABLE = 0.9  # share of a device's memory to plan for; vLLM's gpu_memory_utilization
 ALIKE = 0.02  # ways closer than this in seconds and bytes are one
 QUICKEST = 2  # layouts of their own that scoring may have
 WAVES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -64,8 +63,9 @@ class _Ways:
         self.model, self.work, self.cfg = self.costs.model, self.costs.work, self.costs.cfg
         self.calls, self.device = self.costs.calls, device
         self.limit = USABLE * device.memory_bytes
-        # hfjax's gains nothing where all-reduces stay whole, and loses where a micro-batch is large
-        self.splits_sequence = self.costs.engine.profile.megatron
+        # hfjax's sequence parallel gains nothing where the compiler keeps all-reduces whole, and
+        # loses where a micro-batch is large: it is Megatron's alone here
+        self.megatron = self.costs.engine.profile.megatron
         self.generates = any(call.kind is Kind.GENERATE for call in self.calls)
 
     def options(self, devices: int) -> list[Option]:
@@ -94,10 +94,10 @@ class _Ways:
                     sharded = MeshShape(fsdp=d, pipe=p, tensor=t)
                     shapes += [(sharded, zero) for zero in ((1, 3) if self.model.trained else (3,))]
                 for shape, zero in shapes:
-                    if shape.fsdp > 1 and self.cfg.embed % shape.fsdp:
+                    if self.cfg.embed % shape.fsdp and not self.megatron:  # which pads
                         continue
                     where: Any = {"train" if self.model.trained else "infer": shape, "zero": zero}
-                    yield Option(**where, sequence_parallel=t > 1 and self.splits_sequence)
+                    yield Option(**where, sequence_parallel=t > 1 and self.megatron)
 
     def tensors(self) -> list[int]:
         """Tensor parallel sizes that divide what they split."""

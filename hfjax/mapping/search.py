@@ -22,9 +22,8 @@ from hfjax.mapping.partitions import Cluster, Grants, Sets, set_partitions
 from hfjax.mapping.pools import Options, Pools
 from hfjax.mapping.prices import Objective, Partition, Priced, Terms, Transfer
 from hfjax.mapping.simulate import Played, d_cost
-from hfjax.mapping.work import Option, Problem
+from hfjax.mapping.work import USABLE, Option, Problem
 
-USABLE = 0.9
 FURTHER = 256  # devices up to which a placement that fits is looked for
 BATCH = 16, 8, 4096  # plans priced at once: at first, growing by, at most
 Key = tuple[float, int, int, int, int, float]  # value, pools, devices, partition, row, busy seconds

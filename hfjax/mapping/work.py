@@ -22,6 +22,7 @@ class Kind(Enum):
     DRIVER = 3  # the controller's arithmetic, a reward function: no device works
 
 
+USABLE = 0.9  # share of a device's memory to plan for; vLLM's gpu_memory_utilization
 KINDS = {"generate_": Kind.GENERATE, "compute_": Kind.INFER, "update_": Kind.TRAIN}
 
 

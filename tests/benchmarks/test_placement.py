@@ -87,7 +87,8 @@ def test_the_known_plan_is_priced_as_it_was_measured() -> None:
 def test_verdicts_follow_the_numbers() -> None:
     assert points.number("", 60.0, 58.0, "").verdict == "matched"
     assert points.number("", 60.0, 80.0, "far").verdict.startswith("not matched: far; 1.33 x")
-    assert not points.number("", 81.2, 99.6, "").matched  # what is left is a fiftieth
+    assert not points.share("", 81.2, 99.6, "").matched  # what is left is a fiftieth
+    assert points.number("", 81.2, 99.6, "").matched
     assert points.number("", 10.0, 12.0, "", " s").matched
     assert placement.range_verdict((1.0, 9.0), (1.1, 8.0)) == "matched"
     assert placement.range_verdict((1.0, 9.0), (2.0, 3.0)) == (

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfjax.mapping.devices import load_devices, load_profile
-from hfjax.mapping.options import ALIKE, USABLE, Pricer, pareto
-from hfjax.mapping.work import Call, Kind, Model, Option, Problem, Workload
+from hfjax.mapping.options import ALIKE, Pricer, pareto
+from hfjax.mapping.work import USABLE, Call, Kind, Model, Option, Problem, Workload
 from hfjax.models.llama import ModelConfig, abstract_params
 from meshes.layouts import check, generate_layout, state_layout, train_layout
 from meshes.mesh import MeshShape

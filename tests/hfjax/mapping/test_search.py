@@ -17,7 +17,7 @@ from hfjax.mapping.pools import undominated
 from hfjax.mapping.prices import Objective
 from hfjax.mapping.search import Found, Plan, search
 from hfjax.mapping.simulate import d_cost, period_s, play, steady_s
-from hfjax.mapping.work import Option, Problem
+from hfjax.mapping.work import USABLE, Option, Problem
 from tests.hfjax.mapping.steps import (
     DRIVER,
     GB,
@@ -36,7 +36,6 @@ from tests.hfjax.mapping.steps import (
     scaling_options,
 )
 
-USABLE = 0.9
 STIRLING = {3: (1, 3, 1), 4: (1, 7, 6, 1), 5: (1, 15, 25, 10, 1)}
 
 
@@ -367,19 +366,16 @@ def test_the_papers_objective_and_time_differ_where_training_overlaps_generation
 
 
 @pytest.mark.parametrize(
-    ("step", "devices", "pairs", "limit_s"),
+    ("step", "devices", "pairs"),
     [
-        (PPO, 128, 382_271, 10),
-        pytest.param(SAFE, 128, 13_870_306, 60, marks=pytest.mark.slow),
+        (PPO, 128, 382_271),
+        pytest.param(SAFE, 128, 13_870_306, marks=pytest.mark.slow),
     ],
 )
-def test_a_large_cluster_is_searched_in_seconds(
-    step: Any, devices: int, pairs: int, limit_s: float
-) -> None:
+def test_of_a_large_cluster_few_plans_are_priced(step: Any, devices: int, pairs: int) -> None:
     problem = a_problem(*step)
     sizes = dict.fromkeys(problem.models, 1.0)
     options = scaling_options(problem, sizes, any_n=False)
     found = search(problem, [(a_device(), devices)], options)
     assert found.pairs == pairs
     assert found.priced < pairs / 50
-    assert found.search_s < limit_s
