@@ -39,6 +39,7 @@ LOGIT_COPIES = 3  # float32 reads and writes of logits on the way to log-probs
 SEGMENT = 32  # tokens between two looks at whether any row still runs (hfjax.engine.decode)
 SUM_COPIES = 3  # of gradients, a micro-batch: its own and the sum so far read, the new sum written
 BACKWARD = 2  # a backward pass takes two forward passes
+ORDERED = ("all-gather", "reduce-scatter")
 ROUNDS = {"all-reduce": 2, "collective-permute": 0}  # of a ring; others have one
 
 
@@ -62,7 +63,7 @@ class Engine:
         if device.collective:
             near = min(device.collective, key=lambda n: abs(math.log(n / size)))
             latency_s, bytes_s = device.collective[near]
-            return latency_s + move.bytes_received / bytes_s
+            return latency_s + move.bytes_received / bytes_s + self.ordered_s(move)
         inside = neighbours(shape, move.axes, device.node)
         link_s = move.bytes_received / (device.link_bytes_s * device.link_share)
         if inside >= size:
@@ -70,6 +71,16 @@ class Engine:
         rings = min(device.node, shape.devices) / inside  # that share a machine's network
         network_bytes_s = device.network_bytes_s * device.network_share
         return device.network_latency_s + max(link_s, move.bytes_received * rings / network_bytes_s)
+
+    def ordered_s(self, move: Move) -> float:
+        """Seconds in which simulated devices put in order what a collective gathers or scatters.
+
+        The CPU compiler makes its dimension the outermost, and copies the whole from or to the
+        order of the arrays; the layers' dimension, which stages share, is the outermost already.
+        """
+        if self.device.shares < 2 or move.kind not in ORDERED or {PIPE, PIPE_MICRO} & {*move.axes}:
+            return 0.0
+        return self.device.copy_s(2 * move.bytes_received * move.group / (move.group - 1))
 
     def launch_s(self, layers: float) -> float:
         """Seconds in which a pass through so many layers is asked for, and no device works."""
@@ -299,18 +310,13 @@ def relay_s(
 ) -> float:
     """Seconds from training's layout to generation's; `shape` has all six axes.
 
-    Our engine makes what passes read anew after an update; on a CPU, what is gathered along another
-    dimension than the first, that of layers, is then put in order.
+    Our engine makes what passes read anew after an update.
     """
     sizes: dict[str, Any] = {"relay": relay, "zero": zero, "itemsize": engine.itemsize}
     moves = relay_traffic(cfg, shape, **sizes)
-    copies = 0.0
     if not engine.profile.megatron:
         moves = (*weights_traffic(cfg, "lm", shape, **sizes), *moves)
-    if engine.device.shares > 1:
-        sorts = [m for m in moves if not {PIPE, PIPE_MICRO} & {*m.axes}]
-        copies = sum(m.total_bytes * m.group / (m.group - 1) for m in sorts)
-    return engine.moved_s(moves, shape) + engine.hops_s(moves) + engine.device.copy_s(2 * copies)
+    return engine.moved_s(moves, shape) + engine.hops_s(moves)
 
 
 def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receivers: int) -> float:

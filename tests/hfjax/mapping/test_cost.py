@@ -152,7 +152,8 @@ def test_the_relay_moves_what_table_2_says() -> None:
 
 def test_simulated_devices_order_what_they_gather_but_along_layers() -> None:
     """The layers' dimension is the first: parts of it follow one another."""
-    alone, shared = ({"memory_bytes_s": 1e9, "shares": shares} for shares in (1, 8))
+    links: Any = {"memory_bytes_s": 1e9, "collective": {8: (1e-9, 1e9)}}
+    alone, shared = (links | {"shares": shares} for shares in (1, 8))
     for base, copies in ((MeshShape(pipe=2, data=4), 0), (MeshShape(fsdp=8), 2)):
         place = RolePlacement("actor", "all", train=base, generate=MeshShape())
         sizes: Any = {"relay": HYBRID, "zero": 3}
