@@ -79,7 +79,8 @@ def default_placement(
     pricer = Pricer(problem=task, profile=load_profile(PROFILE), itemsize=itemsize)
     cluster = ((device, found.count),)
     try:
-        plans = search(task, cluster, pricer.options).plans
+        moved = partial(pricer.columns_s, cluster)
+        plans = search(task, cluster, pricer.options, transfer_s=moved).plans
     except ValueError as error:
         return _unplanned(str(error))
     refusal: ValueError | None = None

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hfjax.mapping.devices import Device, Profile
+from hfjax.mapping.cost import Engine, columns_s
+from hfjax.mapping.devices import Cluster, Device, Profile, slowest
 from hfjax.mapping.pricing import MOST_TENSOR, RoleCosts
-from hfjax.mapping.work import USABLE, Kind, Option, Problem
+from hfjax.mapping.work import USABLE, Call, Kind, Option, Problem
 from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 
@@ -45,6 +46,15 @@ class Pricer:
     def costs(self, role: str, device: Device) -> RoleCosts:
         """The role's costs under any option."""
         return RoleCosts(self.problem, role, device, self.profile, self.itemsize)
+
+    def columns_s(
+        self, cluster: Cluster, call: Call, sends: Sequence[int], receives: Sequence[int]
+    ) -> float:
+        """Seconds in which a call's columns reach another pool; counts of each kind of device."""
+        kinds = [device for device, _ in cluster]
+        used = [d for d, *counts in zip(kinds, sends, receives, strict=True) if any(counts)]
+        engine = Engine(device=slowest(used), profile=self.profile, itemsize=self.itemsize)
+        return columns_s(engine, call.bytes_out, sum(receives))
 
     def __hash__(self) -> int:
         return id(self)

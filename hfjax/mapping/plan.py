@@ -163,8 +163,11 @@ def plan(algorithm: ModuleType, config: Any) -> str:
 def searched(pricer: Pricer, cluster: Cluster, objective: Objective) -> Found | ValueError:
     """What an objective chooses; the refusal where nothing fits."""
     pricer = dataclasses.replace(pricer, one_layout=objective == "paper")
+    moved = partial(pricer.columns_s, cluster)
     try:
-        return search(pricer.problem, cluster, pricer.options, objective=objective)
+        return search(
+            pricer.problem, cluster, pricer.options, objective=objective, transfer_s=moved
+        )
     except ValueError as error:
         return error
 
