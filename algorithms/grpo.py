@@ -26,8 +26,7 @@ class Settings(PolicySettings):
     """GRPO's constants; defaults are verl's."""
 
     normalize: Literal["std", "none"] = "std"  # divide by the group's deviation, or not
-    dynamic_batches: int = 1  # of prompts a step, at most, until no group's scores are all equal;
-    # above 1 a step may take several, and the run's epochs count one
+    dynamic_batches: int = 1  # prompt batches a step may take, so that no group's scores are equal
     overlong_from: int = 0  # response tokens from which on each further one costs; 0: none does
     overlong_buffer: int = 0  # after so many more the cost is overlong_factor
     overlong_factor: float = 1.0  # taken from the score, a multiple of it beyond the buffer
