@@ -103,26 +103,20 @@ def winner(setting: Setting, gpus: int, name: str, sets: Sets, devices: Sequence
     room = placements(setting, "paper", gpus)
     found, given = best(setting, gpus, "paper"), room.given(sets, devices)
     theirs = f"{name} {' | '.join(map(str, devices))}"
-    if found is None or given is None:
-        return Point(where, theirs, "does not fit", False, f"memory{undivided(setting, gpus)}")
+    if found is None:
+        return Point(where, theirs, "does not fit", False, "memory")
     same = {frozenset(p.roles): sum(p.devices) for p in found.pools}
     wanted = {frozenset(roles): n for roles, n in zip(sets, devices, strict=True)}
     ours = f"{spelled(found)}: {found.value:.1f} s"
     later = best(setting, gpus, "time")
     if later:
         ours += f" (time: {spelled(later)})"
+    if given is None:
+        return Point(where, theirs, ours, False, "theirs does not fit")
     why = f"theirs takes {given.value:.1f} s, {given.value / found.value - 1:.1%} more"
     if same_sets(found.sets, sets):
         why = f"the same sets; {why}"
-    return Point(where, theirs, ours, same == wanted, why + undivided(setting, gpus))
-
-
-def undivided(setting: Setting, gpus: int) -> str:
-    """Why a number of GPUs may do badly: ZeRO's shards are even here, Megatron pads them."""
-    odd = gpus // (gpus & -gpus)
-    widths = {m.config.embed for m in setting.problem.models.values() if m.config.embed % odd}
-    which = ", ".join(map(str, sorted(widths)))
-    return f"; model width {which} is no multiple of {odd}: no ZeRO over all replicas" * bool(which)
+    return Point(where, theirs, ours, same == wanted, why)
 
 
 def shared(sets: Sets, gpus: int) -> list[int]:
@@ -176,7 +170,7 @@ class Figure15:
         option = replace(self._option(costs.model), generate=MeshShape(tensor=t_g))
         for waves in range(1, costs.prompts(option) + 1):
             option = replace(option, waves=waves)
-            if self.resident_bytes + costs.generation_bytes(option) <= self.setting.room:
+            if self.resident_bytes + costs.generating_bytes(option) <= self.setting.room:
                 return waves, costs.decode_seconds(option)
         return None
 

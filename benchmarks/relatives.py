@@ -130,7 +130,7 @@ def _option(costs: RoleCosts, gpus: int) -> Option:
 def _waved(costs: RoleCosts, option: Option, room: float) -> Option:
     """In as few waves as the KV cache's memory allows; all, where it never does."""
     tried = [replace(option, waves=n) for n in WAVES if n <= costs.prompts(option)]
-    return next((each for each in tried if costs.generation_bytes(each) <= room), tried[-1])
+    return next((each for each in tried if costs.generating_bytes(each) <= room), tried[-1])
 
 
 def quickest(setting: Setting, gpus: int) -> Plan | None:

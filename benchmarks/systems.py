@@ -69,7 +69,7 @@ def _waved(costs: RoleCosts, way: Option, keep: Option, sent: float = 0.0) -> It
         keep = replace(keep, waves=waves)
         seconds = dict(way.seconds) | dict.fromkeys(numbers, costs.decode_seconds(keep))
         seconds[numbers[0]] += relay
-        working = max(way.working_bytes, costs.generation_bytes(keep))
+        working = max(way.working_bytes, costs.generating_bytes(keep))
         yield replace(keep, seconds=seconds, working_bytes=working)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfjax.mapping.devices import Device, Profile
-from hfjax.mapping.memory import kv_bytes, leaves, training_bytes
+from hfjax.mapping.memory import F32, generation_bytes, kv_bytes, leaves, training_bytes
 from hfjax.mapping.temporaries import (
     activation_bytes,
     apply_bytes,
@@ -109,7 +109,7 @@ def layer_s(
     """Seconds of one layer forward on `rows` x `tokens`: its products, and its copies."""
     device, wide, size = engine.device, rows * tokens, engine.itemsize
     D, F, d = cfg.embed, cfg.mlp, cfg.head_dim
-    H, K = cfg.heads / t, max(1.0, cfg.kv_heads / t)
+    H, K = cfg.heads / t, cfg.kv_heads / (t if cfg.kv_heads % t == 0 else 1)
     widths = (D * (H + 2 * K) * d, H * d * D, 2 * D * F / t, F / t * D)
     product = sum(device.product_s(2 * wide * width) for width in widths)
     fused = engine.profile.fused_attention
@@ -124,7 +124,7 @@ def layer_s(
 
 def head_s(engine: Engine, cfg: ModelConfig, head: Head, shards: int, wide: float) -> float:
     """Seconds of the head on so many tokens: logits and their log-probs, or one number each."""
-    width = cfg.vocab / shards if head == "lm" else 1
+    width = cfg.padded_vocab / shards if head == "lm" else 1
     product = engine.device.product_s(2 * wide * cfg.embed * width)
     return product + engine.device.copy_s(LOGIT_COPIES * 4 * wide * width)
 
@@ -214,13 +214,12 @@ def update_s(
         itemsize=engine.itemsize,
     )
     moves = [move for program in programs.values() for move in program]
-    states = parameters(cfg, head) / (p * t * shape.fsdp)
-    optimizer = engine.device.copy_s(OPTIMIZER_BYTES * states)
+    sizes: dict[str, Any] = {"zero": zero, "itemsize": engine.itemsize}
+    held = training_bytes(cfg, head, shape, **sizes)
+    optimizer = engine.device.copy_s(OPTIMIZER_BYTES / F32 * held.reduced)
     passes = ticks * (1 + BACKWARD + (again > 0))
     launch = passes * engine.launch_s(stage) + engine.hops_s(moves)
     busy = layers + heads + engine.moved_s(moves, shape)
-    sizes: dict[str, Any] = {"zero": zero, "itemsize": engine.itemsize}
-    held = training_bytes(cfg, head, shape, **sizes)
     if not engine.profile.megatron:  # whose products add to the sums where they lie
         busy += micros * engine.device.copy_s(SUM_COPIES * held.gradients)
     if engine.device.fresh_bytes_s:
@@ -241,42 +240,47 @@ def generate_s(
     n: int,
     prompt_tokens: int,
     response_tokens: int,
-    waves: int = 1,
 ) -> float:
-    """Seconds of a generation, rows in `waves` that fill the KV cache; `shape` is generation's."""
-    p, t = shape.pipe, shape.tensor
-    replicas = shape.devices // (p * t)
-    mine = math.ceil(prompts / replicas / waves)
+    """Seconds of a generation of which the KV cache holds every row.
+
+    `shape` has all six axes; generation keeps `pipe` and `tensor`. The n samples of a prompt share
+    its cache.
+    """
+    p, t, size = shape.pipe, shape.tensor, engine.itemsize
+    mine = math.ceil(prompts / (shape.devices // (p * t)))
     rows = mine * n
-    micro = math.ceil(rows / p)  # a stage works on one of p parts at a time
-    prefill = _prefill_s(engine, cfg, shape, mine, prompt_tokens)
     if not engine.profile.kv_cache:
-        return waves * _recomputed_s(engine, cfg, shape, rows, prompt_tokens, response_tokens)
+        return _recomputed_s(engine, cfg, shape, rows, prompt_tokens, response_tokens)
     device, stage = engine.device, cfg.layers / p
-    moves = decode_traffic(cfg, shape, rows=rows, itemsize=engine.itemsize)
-    weights = parameters(cfg, "lm") * engine.itemsize / (p * t)
+    micro = math.ceil(rows / min(p, mine))  # a stage works on one of p parts at a time
+    moves = decode_traffic(cfg, shape, rows=mine, n=n, itemsize=size)
+    weights = generation_bytes(cfg, shape, itemsize=size)
     products, _ = layer_s(engine, cfg, t, micro, 1)
-    ops = p * stage * products + p * device.product_s(2 * micro * cfg.embed * cfg.vocab / t)
-    logits = device.copy_s(p * micro * cfg.vocab / t * 4 * LOGIT_COPIES)
+    ops = p * stage * products + p * device.product_s(2 * micro * cfg.embed * cfg.padded_vocab / t)
+    logits = device.copy_s(p * micro * cfg.padded_vocab / t * F32 * LOGIT_COPIES)
     fixed = max(p * device.copy_s(weights), ops) + logits + engine.moved_s(moves, shape)
-    slope = rows * kv_token_bytes(cfg, t, p, engine.itemsize)
-    slope /= device.memory_bytes_s * device.copy[-1][1]
+    token_s = kv_bytes(cfg, shape, rows=1, slots=1, itemsize=size)
+    token_s /= device.memory_bytes_s * device.copy[-1][1]
+    fixed += mine * prompt_tokens * token_s
     launch = p * engine.launch_s(stage) + engine.hops_s(moves)
-    first, last = prompt_tokens, prompt_tokens + response_tokens
+    decode = _longer_s(fixed, rows * token_s, launch, response_tokens)
+    prefill = _prefill_s(engine, cfg, shape, mine, prompt_tokens)
     if device.fresh_bytes_s:
-        sizes: dict[str, Any] = {"rows": rows, "itemsize": engine.itemsize}
-        new = prefill_bytes(cfg, shape, tokens=prompt_tokens, **sizes)
-        new += 2 * kv_bytes(cfg, shape, slots=last, **sizes)  # twice: it grows by doubling
-        new += response_tokens // SEGMENT * decode_bytes(cfg, shape, slots=last, **sizes)
+        new = prefill_bytes(cfg, shape, rows=mine, tokens=prompt_tokens, itemsize=size)
+        slots = prompt_tokens + n * response_tokens
+        new += 2 * kv_bytes(cfg, shape, rows=mine, slots=slots, itemsize=size)  # grows by doubling
+        segments = math.ceil(response_tokens / SEGMENT)
+        new += segments * decode_bytes(cfg, shape, rows=rows, slots=slots, itemsize=size)
         prefill += device.fresh_s(new)
-    return waves * (prefill + _longer_s(fixed, slope, launch, first, last))
+    return prefill + decode
 
 
-def _longer_s(fixed: float, slope: float, least: float, first: int, last: int) -> float:
-    """The sum over lengths from first to last of max(fixed + slope * length, least)."""
-    at = min(max((least - fixed) / slope if slope else math.inf, first), last)
-    rising = (last - at) * (fixed + slope * (at + last) / 2)
-    return (at - first) * least + rising if fixed < math.inf else math.inf
+def _longer_s(fixed: float, slope: float, least: float, steps: int) -> float:
+    """The sum over so many steps of max(fixed + slope * step, least)."""
+    at = 0.0
+    if fixed < least:
+        at = min((least - fixed) / slope if slope else math.inf, steps)
+    return at * least + (steps - at) * (fixed + slope * (at + steps) / 2)
 
 
 def _prefill_s(
@@ -327,19 +331,14 @@ def sent_s(engine: Engine, cfg: ModelConfig, copies: int, senders: int, receiver
     return device.network_latency_s + slowest / (device.network_bytes_s * device.network_share)
 
 
-def columns_s(engine: Engine, size: float, receivers: int) -> float:
-    """Seconds in which a batch's columns reach another pool."""
+def columns_s(engine: Engine, size: float, senders: int, receivers: int) -> float:
+    """Seconds in which a batch's columns reach another pool, each row going one way."""
     device = engine.device
-    machines = math.ceil(receivers / device.node)
-    return device.network_latency_s + size / machines / device.network_bytes_s
+    machines = math.ceil(min(senders, receivers) / device.node)
+    bytes_s = machines * device.network_bytes_s * device.network_share
+    return device.network_latency_s + size / bytes_s
 
 
 def parameters(cfg: ModelConfig, head: Head) -> float:
     """Parameters of a model with its head."""
     return sum(math.prod(leaf.shape) for leaf in leaves(cfg, head))
-
-
-def kv_token_bytes(cfg: ModelConfig, t: int, p: int, itemsize: int) -> float:
-    """Bytes a device holds of one token's keys and values; heads fewer than t are copied."""
-    shards = math.gcd(cfg.kv_heads, t)
-    return 2 * cfg.layers / p * cfg.kv_heads / shards * cfg.head_dim * itemsize

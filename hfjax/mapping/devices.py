@@ -92,7 +92,7 @@ def on_curve(curve: Curve, size: float) -> float:
 
 def slowest(devices: Sequence[Device]) -> Device:
     """What a pool of several kinds runs as: the least of each rate and memory, the most latency."""
-    first, *rest = dict.fromkeys(devices)
+    first, *rest = sorted(dict.fromkeys(devices), key=lambda d: d.name)
     if not rest:
         return first
     kinds = [first, *rest]
@@ -101,7 +101,11 @@ def slowest(devices: Sequence[Device]) -> Device:
     most = ("link_latency_s", "network_latency_s", "shares")
     values: dict[str, Any] = {name: min(getattr(d, name) for d in kinds) for name in least}
     values |= {name: max(getattr(d, name) for d in kinds) for name in most}
-    return replace(first, name="+".join(sorted(d.name for d in kinds)), **values)
+    for name, rate in (("matmul", "flops"), ("copy", "memory_bytes_s")):  # of the slower kind
+        values[name] = getattr(min(kinds, key=lambda d, rate=rate: getattr(d, rate)), name)
+    fresh = [d.fresh_bytes_s for d in kinds if d.fresh_bytes_s]
+    values |= {"fresh_bytes_s": min(fresh, default=None), "collective": None, "profile": None}
+    return replace(first, name="+".join(d.name for d in kinds), **values)
 
 
 def parse_devices(text: str, *files: str | Path) -> Cluster:

@@ -28,7 +28,7 @@ REMATS = ("none", "layer")
 
 @dataclass(frozen=True, kw_only=True)
 class Pricer:
-    """Prices options of a problem's roles; `objective` "paper" has one layout a model."""
+    """Prices options of a problem's roles; with `one_layout` a model scores as it trains."""
 
     problem: Problem
     profile: Profile
@@ -54,7 +54,7 @@ class Pricer:
         kinds = [device for device, _ in cluster]
         used = [d for d, *counts in zip(kinds, sends, receives, strict=True) if any(counts)]
         engine = Engine(device=slowest(used), profile=self.profile, itemsize=self.itemsize)
-        return columns_s(engine, call.bytes_out, sum(receives))
+        return columns_s(engine, call.bytes_out, sum(sends), sum(receives))
 
     def __hash__(self) -> int:
         return id(self)
@@ -110,7 +110,7 @@ class _Ways:
                     yield Option(**where, sequence_parallel=t > 1 and self.megatron)
 
     def tensors(self) -> list[int]:
-        """Tensor parallel sizes that divide what they split."""
+        """Tensor parallel sizes, powers of two, that divide what they split."""
         sizes = (self.cfg.heads, self.cfg.mlp)
         most = min(MOST_TENSOR, self.device.node)
         return [t for t in divisors(math.gcd(*sizes), most) if t & (t - 1) == 0]
@@ -146,8 +146,9 @@ class _Ways:
             for way in ways:
                 each = replace(way, infer=shape)
                 if sum(took.values()) < sum(way.seconds[number] for number in numbers):
-                    working = max(way.working_bytes, self.costs.infer_bytes(each))
-                    each = replace(each, seconds=dict(way.seconds) | took, working_bytes=working)
+                    resident, working = self.costs.bytes(each)
+                    each = replace(each, resident_bytes=resident, working_bytes=working)
+                    each = replace(each, seconds=dict(way.seconds) | took)
                     found += [each] if self.fits(each) else []
         return found
 
@@ -180,28 +181,47 @@ class _Ways:
                 keep = MeshShape(pipe=p, tensor=t)
                 placed = [replace(way, generate=keep) for way in ways]
                 relays = [self.costs.relay_seconds(way) for way in placed]
+                kept = [self.costs.bytes(way) for way in ways]
+                weights = self.costs.generation_weights(placed[0])
                 for waves in self.waves(placed[0]):
                     first = replace(placed[0], waves=waves)
-                    size = self.costs.generation_bytes(first)
-                    if size + min(way.resident_bytes for way in ways) > self.limit:
+                    cache = self.costs.generation_working(first)
+                    if cache + min(resident for resident, _ in kept) > self.limit:
                         continue
                     own_s = self.costs.decode_seconds(first)
-                    for way, relay in zip(placed, relays, strict=True):
-                        most = max(way.working_bytes, size)
-                        if way.resident_bytes + most <= self.limit:
+                    for way, relay, held in zip(placed, relays, kept, strict=True):
+                        resident, working = self.with_generation(way, held, weights, cache)
+                        if resident + working <= self.limit:
                             seconds = dict(way.seconds) | dict.fromkeys(numbers, own_s)
                             seconds[numbers[0]] += relay  # the others' weights are there
                             found.append(
-                                replace(way, waves=waves, seconds=seconds, working_bytes=most)
+                                replace(
+                                    way,
+                                    waves=waves,
+                                    seconds=seconds,
+                                    resident_bytes=resident,
+                                    working_bytes=working,
+                                )
                             )
         return pareto(found)
+
+    def with_generation(
+        self, way: Option, held: tuple[float, float], weights: float, cache: float
+    ) -> tuple[float, float]:
+        """Resident and working bytes of a way that generates too, of those that it has without."""
+        resident, working = held
+        if self.megatron:
+            own = self.costs.infer_weights(way) if way.infer else 0.0
+            return resident, max(working - own, cache) + max(own, weights)
+        return max(resident, self.costs.held(way).optimizer + weights), max(working, cache)
 
     def waves(self, option: Option) -> Iterable[int]:
         """Numbers of waves that shrink the cache; one where the engine has no waves."""
         if not self.costs.engine.profile.waves:
             return (1,)
         prompts = self.costs.prompts(option)
-        return [waves for waves in WAVES if waves <= prompts]
+        widths = {math.ceil(prompts / waves) for waves in WAVES}
+        return sorted({math.ceil(prompts / width) for width in widths})
 
 
 def _first(pair: tuple[float, MeshShape]) -> float:

@@ -5,13 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
-from hfjax.engine.passes import PASS_TOKENS
 from hfjax.mapping.cost import (
     Engine,
     generate_s,
     infer_s,
-    parameters,
     relay_s,
     replica_rows,
     update_s,
@@ -21,11 +20,12 @@ from hfjax.mapping.memory import (
     Held,
     generation_bytes,
     kv_bytes,
+    pass_rows,
     training_bytes,
     weight_bytes,
 )
-from hfjax.mapping.temporaries import activation_bytes
-from hfjax.mapping.traffic import Move
+from hfjax.mapping.temporaries import activation_bytes, decode_bytes, prefill_bytes
+from hfjax.mapping.traffic import Move, weights_traffic
 from hfjax.mapping.work import Call, Kind, Model, Option, Problem
 from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import SHARED
@@ -73,7 +73,7 @@ class RoleCosts:
             return self.decode_seconds(option) + relay_s
         shape = option.infer or option.train
         assert shape is not None
-        return infer_s(
+        took = infer_s(
             self.engine,
             self.cfg,
             self.head,
@@ -82,12 +82,18 @@ class RoleCosts:
             tokens=self.work.row_tokens,
             zero=option.zero,
             sequence=option.sequence_parallel,
-            micro=self.pass_rows(option),
+            micro=pass_rows(replica_rows(call.rows, shape), self.work.row_tokens),
         )
+        first = next(c.number for c in self.calls if c.kind is Kind.INFER)
+        return took + (self.weights_seconds(option) if call.number == first else 0.0)
 
-    def pass_rows(self, option: Option) -> int:
-        """Rows of a scoring pass a replica."""
-        return max(1, PASS_TOKENS // self.work.row_tokens)
+    def weights_seconds(self, option: Option) -> float:
+        """What passes read, made anew after updates; of a role that generates, its relay's work."""
+        if self.model.generates or option.train is None or self.engine.profile.megatron:
+            return 0.0
+        shape, size = self.meshed(option), self.engine.itemsize
+        moves = weights_traffic(self.cfg, self.head, shape, zero=option.zero, itemsize=size)
+        return self.engine.moved_s(moves, shape)
 
     def update_seconds(self, option: Option) -> float:
         """All updates of a step."""
@@ -111,11 +117,18 @@ class RoleCosts:
         return self.work.updates * self.work.epochs * one
 
     def decode_seconds(self, option: Option) -> float:
-        """A generation without the relay."""
-        assert option.generate is not None
-        work = (self.work.n, self.work.prompt_tokens, self.work.response_tokens)
-        prompts = math.ceil(self.prompts(option) / option.waves)
-        return option.waves * _wave_s(self.engine, self.cfg, option.generate, prompts, *work)
+        """A generation without the relay, wave after wave."""
+        work, shape = self.work, self.meshed(option)
+        width, waves = self.wave(option)
+        prompts = width * (shape.devices // (shape.pipe * shape.tensor))
+        sizes = (work.n, work.prompt_tokens, work.response_tokens)
+        return waves * _wave_s(self.engine, self.cfg, shape, prompts, *sizes)
+
+    def wave(self, option: Option) -> tuple[int, int]:
+        """A replica's prompts of a wave, and how many waves there are."""
+        prompts = self.prompts(option)
+        width = math.ceil(prompts / option.waves)
+        return width, math.ceil(prompts / width)
 
     def relay_seconds(self, option: Option) -> float:
         """From training's layout to generation's."""
@@ -127,43 +140,41 @@ class RoleCosts:
         """Weights from training's layout to that of scoring: a device's part from all others."""
         shape = option.infer
         assert shape is not None
-        size = self.engine.itemsize * parameters(self.cfg, self.head) / (shape.pipe * shape.tensor)
+        size = weight_bytes(self.cfg, self.head, shape, itemsize=self.engine.itemsize)
         axes = tuple(axis for axis in AXES if shape.over((axis,)) > 1)
         move = Move("all-to-all", axes, shape.devices, size)
         return self.engine.collective_s(move, shape)
 
     def bytes(self, option: Option) -> tuple[float, float]:
         """Resident between calls, and the most that a call needs besides."""
-        shape = self.meshed(option)
-        scoring = self.scoring_bytes(option, shape)
+        shape, size = self.meshed(option), self.engine.itemsize
         if not self.model.trained:
-            size = self.engine.itemsize
             weights = weight_bytes(self.cfg, self.head, shape, zero=option.zero, itemsize=size)
-            return weights, scoring
+            return weights, self.scoring_bytes(option, shape)
         held = self.held(option)
-        keeps = self.engine.profile.megatron
-        copies = held.weights + held.gradients
-        resident = held.optimizer + (copies if keeps else 0)
-        working = [self.update_bytes(option), scoring + (0 if keeps else held.weights)]
+        working = [self.update_bytes(option), self.scoring_bytes(option, option.infer or shape)]
+        own = self.infer_weights(option) if option.infer else 0.0
         if option.generate:
-            working.append(self.generation_bytes(option))
-        return resident, max(working)
+            working.append(self.generation_working(option))
+            own = max(own, self.generation_weights(option))
+        if self.engine.profile.megatron:  # and buffers of their own beside these
+            return held.optimizer + held.weights + held.gradients, max(working) + own
+        return held.optimizer + max(held.weights, own), max(working)
 
-    def infer_bytes(self, option: Option) -> float:
-        """Weights in a layout of their own, and a pass over them."""
-        shape = option.infer
-        assert shape is not None
+    def infer_weights(self, option: Option) -> float:
+        """Weights in a layout of their own, which stay until the next update."""
+        assert option.infer is not None
         size = self.engine.itemsize
-        weights = weight_bytes(self.cfg, self.head, shape, itemsize=size)
-        return weights + self.scoring_bytes(option, shape)
+        return weight_bytes(self.cfg, self.head, option.infer, itemsize=size)
 
     def scoring_bytes(self, option: Option, shape: MeshShape) -> float:
         """Temporaries of a forward pass."""
+        rows = replica_rows(self.work.rows, shape)
         return activation_bytes(
             self.cfg,
             self.head,
             shape,
-            rows=self.pass_rows(option),
+            rows=pass_rows(rows, self.work.row_tokens),
             tokens=self.work.row_tokens,
             zero=option.zero,
             sequence_parallel=option.sequence_parallel,
@@ -171,14 +182,38 @@ class RoleCosts:
             fused_attention=self.engine.profile.fused_attention,
             cpu=self.device.fresh_bytes_s is not None,
             backward=False,
+            trained=self.model.trained,
         ).total
 
-    def generation_bytes(self, option: Option) -> float:
-        """Weights, and keys and values of a wave; its samples share a prompt's."""
-        assert option.generate is not None
-        prompts = math.ceil(self.prompts(option) / option.waves)
-        slots = self.work.prompt_tokens + self.work.n * self.work.response_tokens
-        return _generation_bytes(self.cfg, option.generate, prompts * slots, self.engine.itemsize)
+    def generation_weights(self, option: Option) -> float:
+        """Weights to generate with, which stay until the next update; none where one layout is."""
+        if option.relay == SHARED and self.engine.profile.megatron:
+            return 0.0
+        return generation_bytes(self.cfg, self.meshed(option), itemsize=self.engine.itemsize)
+
+    def generation_working(self, option: Option) -> float:
+        """Keys and values of a wave, its samples sharing a prompt's; and temporaries.
+
+        vLLM's passes over prompts are bounded: they have no part here.
+        """
+        shape, work = self.meshed(option), self.work
+        sizes: Any = {"rows": self.wave(option)[0], "itemsize": self.engine.itemsize}
+        slots = work.prompt_tokens + work.n * work.response_tokens
+        cache = kv_bytes(self.cfg, shape, slots=slots, **sizes)
+        if self.engine.profile.megatron:
+            return cache
+        cpu = self.device.fresh_bytes_s is not None
+        fused = self.engine.profile.fused_attention
+        first = prefill_bytes(
+            self.cfg, shape, tokens=work.prompt_tokens, fused_attention=fused, cpu=cpu, **sizes
+        )
+        sizes["rows"] *= work.n
+        later = decode_bytes(self.cfg, shape, slots=slots, cpu=cpu, **sizes)
+        return cache + max(first, later)
+
+    def generating_bytes(self, option: Option) -> float:
+        """What a generation needs where its weights are not there yet."""
+        return self.generation_weights(option) + self.generation_working(option)
 
     def micro_rows(self, option: Option) -> tuple[int, int]:
         """A replica's rows of a micro-batch, and how many of them an update has."""
@@ -189,8 +224,8 @@ class RoleCosts:
 
     def update_bytes(self, option: Option) -> float:
         """What an update needs beside what is resident."""
-        shape, held = option.train, self.held(option)
-        assert shape is not None
+        held = self.held(option)
+        assert option.train is not None
         micro, micros = self.micro_rows(option)
         activations = activation_bytes(
             self.cfg,
@@ -206,9 +241,13 @@ class RoleCosts:
             fused_attention=self.engine.profile.fused_attention,
             cpu=self.device.fresh_bytes_s is not None,
         )
-        if self.engine.profile.megatron:
-            return activations.total - activations.gradients  # added up where they arise
-        return held.weights + held.gradients + max(activations.total, held.reduced)
+        if not self.engine.profile.megatron:
+            return held.gradients + max(activations.total, held.reduced)
+        stages = option.train.pipe
+        between = micro * self.work.row_tokens * self.cfg.embed * self.engine.itemsize
+        saved = activations.saved - (micros + stages - 1) * between * (stages > 1)
+        flying = min(stages, micros)  # micro-batches that the first stage keeps; summed in place
+        return saved * flying + max(activations.layer, activations.head)
 
     def held(self, option: Option) -> Held:
         assert option.train is not None
@@ -243,18 +282,10 @@ class RoleCosts:
 
 @cache
 def _wave_s(
-    engine: Engine, cfg: ModelConfig, keep: MeshShape, prompts: int, n: int, old: int, new: int
+    engine: Engine, cfg: ModelConfig, shape: MeshShape, prompts: int, n: int, old: int, new: int
 ) -> float:
-    """A generation of one replica."""
     sizes = {"prompts": prompts, "n": n, "prompt_tokens": old, "response_tokens": new}
-    return generate_s(engine, cfg, keep, **sizes)
-
-
-@cache
-def _generation_bytes(cfg: ModelConfig, keep: MeshShape, slots: int, itemsize: int) -> float:
-    """Of one device: weights, and keys and values of so many positions."""
-    weights = generation_bytes(cfg, keep, itemsize=itemsize)
-    return weights + kv_bytes(cfg, keep, rows=1, slots=slots, itemsize=itemsize)
+    return generate_s(engine, cfg, shape, **sizes)
 
 
 @cache

@@ -80,8 +80,7 @@ def plans_table(found: Found, problem: Problem, cluster: Cluster) -> str:
         for number, pool in enumerate(plan.pools, 1):
             count = _counted(pool, cluster)
             held = f"{memory_bytes(pool) / GB:.1f}"
-            shares = list(idle.values())
-            share = f"{shares[number - 1]:.0%}" if number <= len(shares) else "-"
+            share = f"{max(0.0, idle[pool.name]):.0%}"
             for k, (role, option) in enumerate(pool.options.items()):
                 own = ("", str(number), count) if k == 0 else ("", "", "")
                 ends = (held, share) if k == 0 else ("", "")

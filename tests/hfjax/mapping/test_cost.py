@@ -9,16 +9,17 @@ import pytest
 
 from hfjax.mapping.cost import (
     BACKWARD,
+    LOGIT_COPIES,
     Engine,
     generate_s,
     infer_s,
-    kv_token_bytes,
     neighbours,
     parameters,
     relay_s,
     update_s,
 )
 from hfjax.mapping.devices import Device, Profile, load_devices
+from hfjax.mapping.memory import kv_bytes
 from hfjax.mapping.traffic import Move
 from hfjax.models.shapes import SHAPES
 from meshes.layouts import DS_CHAT, HYBRID, HYBRID_V
@@ -78,7 +79,7 @@ def test_decoding_reads_the_weights_and_the_cache_once_a_token() -> None:
         engine, CFG, MeshShape(data=4), prompts=64, n=1, prompt_tokens=16, response_tokens=16
     )
     lengths = 16 * 16 + 16 * 16 / 2  # over the tokens, the row's length so far
-    cache = 16 * lengths * kv_token_bytes(CFG, 1, 1, 2)
+    cache = 16 * lengths * kv_bytes(CFG, MeshShape(), rows=1, slots=1)
     weights = 16 * parameters(CFG, "lm") * 2
     assert took == pytest.approx((weights + cache) / 2039e9, rel=0.02)
 
@@ -92,12 +93,14 @@ def test_an_engine_that_is_slow_to_ask_sets_the_pace_of_decoding() -> None:
     assert took == pytest.approx(101 * (1 + CFG.layers) * 1e-3, rel=1e-6)
 
 
-def test_two_waves_read_the_weights_twice_and_the_cache_once() -> None:
+def test_samples_of_a_prompt_share_its_pass_and_its_cache() -> None:
     engine = ideal(flops=HUGE)
-    sizes: Any = {"prompts": 64, "n": 1, "prompt_tokens": 16, "response_tokens": 16}
-    one, two = (generate_s(engine, CFG, MeshShape(), **sizes, waves=w) for w in (1, 2))
-    weights = 16 * parameters(CFG, "lm") * 2 / 2039e9
-    assert two - one == pytest.approx(weights, rel=0.02)
+    sizes: Any = {"prompt_tokens": 64, "response_tokens": 16}
+    alone = generate_s(engine, CFG, MeshShape(), prompts=8, n=1, **sizes)
+    both = generate_s(engine, CFG, MeshShape(), prompts=8, n=2, **sizes)
+    cache = 8 * 16 * 16 / 2 * kv_bytes(CFG, MeshShape(), rows=1, slots=1)
+    logits = 8 * 16 * CFG.vocab * 4 * LOGIT_COPIES
+    assert both - alone == pytest.approx((cache + logits) / 2039e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(

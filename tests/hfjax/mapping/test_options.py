@@ -114,13 +114,13 @@ def test_an_engine_without_waves_holds_every_row_at_once() -> None:
     assert {option.waves for option in whole.options("actor", A100, 4)} == {1}
 
 
-def test_columns_take_the_network_of_the_machines_that_get_them() -> None:
+def test_columns_take_the_network_of_the_fewer_machines() -> None:
     h100, call = load_devices()["h100"], replace(CALLS[0], bytes_out=25e9)
     moved = pricer(a_model()).columns_s
     cluster = ((A100, 16), (h100, 16))
-    assert moved(cluster, call, (8, 0), (8, 0)) == pytest.approx(1, rel=1e-3)
-    assert moved(cluster, call, (0, 8), (0, 16)) == pytest.approx(25e9 / 2 / 400e9, rel=1e-3)
-    assert moved(cluster, call, (8, 0), (0, 8)) == pytest.approx(1, rel=1e-3)  # the slower side's
+    assert moved(cluster, call, (8, 0), (16, 0)) == pytest.approx(1 / 0.9, rel=1e-3)
+    assert moved(cluster, call, (0, 16), (0, 16)) == pytest.approx(25 / 800 / 0.9, rel=1e-3)
+    assert moved(cluster, call, (8, 0), (0, 8)) == pytest.approx(1 / 0.9, rel=1e-3)  # the slower's
 
 
 ways = st.builds(
