@@ -5,14 +5,15 @@ import itertools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from meshes.layouts import either
-from meshes.toml import checked_table, did_you_mean
+from meshes.toml import checked_table, did_you_mean, spelled
 
+MOST_DEVICES = 4096  # of a kind
 DEVICES = Path(__file__).with_name("devices.toml")
 Curve = tuple[tuple[float, float], ...]  # (size, share of the peak), sizes rising
 
@@ -114,7 +115,7 @@ def parse_devices(text: str, *files: str | Path) -> Cluster:
     found: dict[str, int] = {}
     for part in text.split("+"):
         count, x, name = part.strip().partition("x")
-        if not x or not count.isdecimal() or int(count) < 1:
+        if not x or not (count.isascii() and count.isdecimal()) or int(count) < 1:
             raise ValueError(
                 f"devices={text}: {part!r} is no COUNTxDEVICE; write 16xa100-80g, or "
                 "8xa100-80g+8xh100"
@@ -124,6 +125,8 @@ def parse_devices(text: str, *files: str | Path) -> Cluster:
             legal = either(known)
             raise ValueError(f"devices={text}: device {name!r} is unknown{near}; use {legal}")
         found[name] = found.get(name, 0) + int(count)
+        if found[name] > MOST_DEVICES:
+            raise ValueError(f"devices={text}: plans are made for up to {MOST_DEVICES} of a kind")
     return tuple((known[name], count) for name, count in found.items())
 
 
@@ -131,7 +134,8 @@ def load_devices(*files: str | Path) -> dict[str, Device]:
     """Devices by name: those that come with hfjax, then those of the files."""
     tables: dict[str, Any] = {}
     for file in (DEVICES, *files):
-        tables |= _read(file).get("device", {})
+        found = _read(file).get("device", {})
+        tables |= checked_table(f"{file}: device", found, None)
     return {name: _device(name, tables) for name in tables}
 
 
@@ -145,22 +149,51 @@ def load_profile(name: str) -> Profile:
 
 
 def _device(name: str, tables: Mapping[str, Any]) -> Device:
-    table = dict(tables[name])
+    where = f"device.{name}"
+    table = checked_table(where, tables[name], None)
+    seen = [name]
     while like := table.pop("like", ""):
-        if like not in tables:
-            raise ValueError(f"device {name}: like = {like!r} is no device; use {either(tables)}")
-        table = tables[like] | table
-    keys = tuple(field.name for field in fields(Device) if field.name != "name")
-    required = ("flops", "memory_bytes", "memory_bytes_s", "node")
-    table = checked_table(f"device.{name}", table, keys, required=required)
-    for key in ("matmul", "copy"):
-        if key in table:
-            table[key] = tuple((float(a), float(b)) for a, b in table[key])
-    if "collective" in table:
-        table["collective"] = {int(n): (a, b) for n, (a, b) in table["collective"].items()}
-    if "profile" in table:
-        table["profile"] = Profile(name=name, **table["profile"])
+        if like not in tables or like in seen:
+            legal = either(each for each in tables if each not in seen)
+            raise ValueError(f"[{where}] like = {spelled(like)}: is no other device; use {legal}")
+        seen.append(like)
+        table = checked_table(f"device.{like}", tables[like], None) | table
+    own = [field for field in fields(Device) if field.name != "name"]
+    required = [field.name for field in own if field.default is MISSING]
+    table = checked_table(where, table, [field.name for field in own], required=required)
+    for key, value in table.items():
+        if key in ("matmul", "copy"):
+            table[key] = tuple(_numbers(where, key, pair, 2) for pair in _list(where, key, value))
+        elif key == "collective":
+            pairs = checked_table(f"{where}.{key}", value, None).items()
+            table[key] = {int(n): _numbers(where, f"{key}.{n}", pair, 2) for n, pair in pairs}
+        elif key == "profile":
+            keys = tuple(field.name for field in fields(Profile) if field.name != "name")
+            costs = checked_table(f"{where}.{key}", value, keys, required=keys[:3])
+            table[key] = Profile(name=name, **costs)
+        else:
+            (table[key],) = _numbers(where, key, [value], 1)
+    for key in ("node", "shares"):
+        if table.get(key, 1) % 1:
+            raise ValueError(f"[{where}] {key} = {table[key]}: must be a whole number")
+        table[key] = int(table.get(key, 1))
     return Device(name=name, **table)
+
+
+def _list(where: str, key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"[{where}] {key} = {spelled(value)}: must be a list of [size, share]")
+    return value
+
+
+def _numbers(where: str, key: str, value: Any, count: int) -> tuple[float, ...]:
+    """So many numbers."""
+    if not isinstance(value, list) or len(value) != count:
+        raise ValueError(f"[{where}] {key} = {spelled(value)}: must be {count} numbers in a list")
+    if any(type(number) not in (int, float) for number in value):
+        shown = spelled(value[0] if count == 1 else value)
+        raise ValueError(f"[{where}] {key} = {shown}: must be a number")
+    return tuple(value)
 
 
 @cache

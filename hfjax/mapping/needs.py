@@ -86,5 +86,8 @@ class Needs:
                 least = needs if least is None else min(least, needs)
         where = f"up to {self._limit} x {self._device.name}"
         if least is None:
-            return f"{role} has no legal layout on {where}"
+            return (
+                f"{role} has no layout on {where} that its sizes allow and {room / 1e9:.4g} GB "
+                "usable a device hold"
+            )
         return f"{role} needs {least / 1e9:.4g} GB a device on {where}, {room / 1e9:.4g} usable"

@@ -10,11 +10,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 from hfjax.algorithm import dataflow, main_role
+from hfjax.items import PROMPTS
 from hfjax.mapping.devices import Cluster, load_profile, parse_devices, slowest
 from hfjax.mapping.options import Pricer
 from hfjax.mapping.partitions import set_partitions
 from hfjax.mapping.prices import Objective
 from hfjax.mapping.report import (
+    counted,
     objectives_text,
     placement_of,
     plans_table,
@@ -28,10 +30,13 @@ from hfjax.mapping.work import Model, Problem, Workload, problem
 from hfjax.models.shapes import model_shape
 from hfjax.rewards import FunctionReward
 from hfjax.roles import ModelRole, Reward, TrainedRole, role_class
+from meshes.layouts import divisors
 from meshes.placement import Placement
+from meshes.toml import bare_key
 
 FUNCTION = "function"  # the reward "model" that is none
 AUTO = "auto"
+MOST_ROWS = 2**22  # of a step
 DEFAULT_DEVICE = "a100-80g"
 
 
@@ -57,18 +62,24 @@ class PlanConfig:
     trace: str = ""  # the timeline of the best to write, for Perfetto
     verify: bool = False  # compile the best ahead of time and compare
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuses what cannot be planned, before anything is."""
         for name in ("prompts", "n", "prompt_tokens", "response_tokens", "updates", "epochs"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={value}: must be 1 or more")
         rows = self.prompts * self.n
+        if rows > MOST_ROWS:
+            raise ValueError(f"prompts={self.prompts} x n={self.n}: use at most {MOST_ROWS} rows")
         if rows % self.updates:
-            legal = [k for k in range(1, rows + 1) if rows % k == 0]
-            near = sorted(sorted(legal, key=lambda k: abs(k - self.updates))[:5])
+            near = sorted(sorted(divisors(rows), key=lambda k: abs(k - self.updates))[:5])
             raise ValueError(
                 f"updates={self.updates} does not divide the {rows} rows of a step (prompts x n); "
                 f"use one of {', '.join(map(str, near))}"
             )
+        for name in ("out", "trace"):
+            path = Path(value := getattr(self, name))
+            if value and (path.exists() or not path.parent.is_dir()):
+                raise ValueError(f"{name}={value}: must be a new file in a directory that exists")
 
     @property
     def work(self) -> Workload:
@@ -113,7 +124,20 @@ def planned(algorithm: ModuleType, config: Any) -> Problem:
     functions = scores if reward == FUNCTION else []
     agrees = config.dtype == "float32"
     nodes = dataflow(algorithm, config.algorithm, functions, agrees=agrees)
-    return problem(nodes, models, config.work)
+    kind = getattr(algorithm, "DATA", PROMPTS)  # an item of pairs is two rows
+    work = dataclasses.replace(config.work, n=config.n * kind.rows)
+    _check(work, models)
+    return problem(nodes, models, work)
+
+
+def _check(work: Workload, models: Mapping[str, Model]) -> None:
+    """Refuses rows that a model has no positions for."""
+    for role, model in models.items():
+        if work.row_tokens > (most := model.config.max_positions):
+            raise ValueError(
+                f"prompt_tokens={work.prompt_tokens} + response_tokens={work.response_tokens}: "
+                f"the {role}'s model has {most} positions; use fewer tokens"
+            )
 
 
 def cluster_of(config: Any, pricer: Pricer) -> Cluster:
@@ -132,6 +156,7 @@ def cluster_of(config: Any, pricer: Pricer) -> Cluster:
 
 def plan(algorithm: ModuleType, config: Any) -> str:
     """The text that `hfjax plan` prints; writes the files that were asked for."""
+    config.check()
     task = planned(algorithm, config)
     if not task.models:
         raise ValueError(f"{algorithm.__name__}: no call of a step runs on devices")
@@ -156,7 +181,9 @@ def plan(algorithm: ModuleType, config: Any) -> str:
         parts.append("not among them\n" + rejected_text(found.rejected))
     if config.verify:
         parts.append(_verified(task, cluster, found.best))
-    parts.append(_written(config, placement_of(found.best, cluster, task.work), found.best))
+    parts.append(
+        _written(config, placement_of(found.best, cluster, task.work), cluster, found.best)
+    )
     return "\n\n".join(parts)
 
 
@@ -206,11 +233,16 @@ def _verified(task: Problem, cluster: Cluster, best: Plan) -> str:
     return "\n\n".join(tables)
 
 
-def _written(config: Any, placement: Placement, best: Plan) -> str:
-    """The placement, or where it is now."""
-    lines = [placement.to_toml()]
+def _written(config: Any, placement: Placement, cluster: Cluster, best: Plan) -> str:
+    """The placement, or where it is now; of which kind each pool is, where there are several."""
+    kinds = [
+        f"# [pool.{bare_key(pool)}] is for {counted(each, cluster)}\n"
+        for pool, each in zip(placement.pools, best.pools, strict=True)
+    ]
+    text = "".join([*(kinds if len(cluster) > 1 else ()), placement.to_toml()])
+    lines = [text]
     if config.out:
-        Path(config.out).write_text(placement.to_toml())
+        Path(config.out).write_text(text)
         lines = [f"placement: {config.out}"]
     if config.trace:
         write_trace(config.trace, best.played)

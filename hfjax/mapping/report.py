@@ -75,10 +75,12 @@ def plans_table(found: Found, problem: Problem, cluster: Cluster) -> str:
     ]
     for rank, plan in enumerate(found.plans, 1):
         rate = problem.work.tokens / plan.seconds
-        rows.append((f"{rank}: {plan.seconds:.1f} s a step, {rate:,.0f} tokens/s",))
+        cost = f"{plan.devices} devices, {seconds_text(plan.seconds * plan.devices)} device-seconds"
+        took = f"{seconds_text(plan.seconds)} s a step, {rate:,.0f} tokens/s"
+        rows.append((f"{rank}: {took}; {cost}",))
         idle = idle_shares(plan.played)
         for number, pool in enumerate(plan.pools, 1):
-            count = _counted(pool, cluster)
+            count = counted(pool, cluster)
             held = f"{memory_bytes(pool) / GB:.1f}"
             share = f"{max(0.0, idle[pool.name]):.0%}"
             for k, (role, option) in enumerate(pool.options.items()):
@@ -88,7 +90,8 @@ def plans_table(found: Found, problem: Problem, cluster: Cluster) -> str:
     return aligned(rows)
 
 
-def _counted(pool: PlanPool, cluster: Cluster) -> str:
+def counted(pool: PlanPool, cluster: Cluster) -> str:
+    """A pool's devices by kind."""
     kinds = zip(pool.devices, cluster, strict=True)
     return " + ".join(f"{count} {device.name}" for count, (device, _) in kinds if count)
 
@@ -100,8 +103,8 @@ def _layouts(option: Option) -> tuple[str, str, str, str]:
     generate = "-"
     if keep := option.generate:
         generate = f"pipe {keep.pipe} x tensor {keep.tensor}"
-        generate += f" in {option.waves}" if option.waves > 1 else ""
-    micro = str(option.micro_sequences) if option.train else "-"
+        generate += f" in {option.waves} waves" if option.waves > 1 else ""
+    micro = str(option.micro_sequences or "all") if option.train else "-"
     return train, infer, generate, f"{micro} remat" if option.remat != "none" else micro
 
 
@@ -143,6 +146,11 @@ def objectives_text(founds: Mapping[str, Found | ValueError]) -> str:
             )
         )
     return aligned(rows)
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds to a tenth, of short ones the first three digits."""
+    return f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.3g}"
 
 
 def timeline_text(plan: Plan) -> str:

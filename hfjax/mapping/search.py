@@ -25,6 +25,7 @@ from hfjax.mapping.simulate import Played, d_cost
 from hfjax.mapping.work import USABLE, Option, Problem
 
 FURTHER = 256  # devices up to which a placement that fits is looked for
+UNITS = {"time": "s a step", "cost": "device-seconds", "paper": "s of d_cost"}
 BATCH = 16, 8, 4096  # plans priced at once: at first, growing by, at most
 Key = tuple[float, int, int, int, int, float]  # value, pools, devices, partition, row, busy seconds
 
@@ -272,13 +273,14 @@ class _Hunt:
     def rejected(self, number: int, sets: Sets, needs: Needs) -> Rejected:
         """Why a partition is not among the best."""
         best, bound = self.best.get(number), self._bounds[number]
+        unit = UNITS[self.terms.objective]
         if best is None and not np.isfinite(bound):
             return Rejected(sets, needs.why(sets), needs.fewest(sets))
         if best and best.key[0] <= bound:
             return Rejected(
-                sets, f"slower: {best.key[0]:.4g} at best", None, best.key[0], best.key[0]
+                sets, f"worse: {best.key[0]:.4g} {unit} at best", None, best.key[0], best.key[0]
             )
-        return Rejected(sets, f"slower: {bound:.4g} or more", bound=bound)
+        return Rejected(sets, f"worse: {bound:.4g} {unit} or more", bound=bound)
 
 
 def _before(mine: Sequence[Any], limits: Sequence[Any]) -> np.ndarray:

@@ -393,9 +393,12 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}: it must be an object, {{...}}")
+    return found
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

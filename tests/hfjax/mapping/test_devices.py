@@ -56,9 +56,16 @@ def test_a_device_without_memory_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('[device.mine]\nlike = "b100"\n', "like = 'b100' is no device"),
+        ('[device.mine]\nlike = "b100"\n', "is no other device; use a100-80g"),
         ('[device.mine]\nlike = "h100"\nflop = 1e12\n', "did you mean 'flops'"),
         ("[device.mine]\nflops = 1e12\n", "lacks the key 'memory_bytes'"),
+        ('[device.mine]\nlike = "mine"\n', "is no other device"),
+        ('[device.a]\nlike = "b"\n[device.b]\nlike = "a"\n', "is no other device"),
+        ('[device.mine]\nlike = "h100"\nnode = 2.5\n', "node = 2.5: must be a whole number"),
+        ('[device.mine]\nlike = "h100"\nflops = "fast"\n', "flops = .*: must be a number"),
+        ('[device.mine]\nlike = "h100"\nmatmul = [1, 2]\n', "must be 2 numbers in a list"),
+        ('[device.mine]\nlike = "h100"\nprofile = { step = 1 }\n', "did you mean 'step_s'"),
+        ("device = 3\n", "must be a table"),
         ("[device", "mine.toml"),
     ],
 )

@@ -29,7 +29,7 @@ def test_the_best_placement_is_a_file_that_training_takes(tmp_path: Path, capsys
     code, text = run(capsys, "ppo", *devices, "--out", str(out), "--trace", str(trace))
     assert code == 0, text
     assert text.startswith("simulated: 8 x a100-80g, profile hfjax")
-    for word in ("tokens/s", "GB", "idle", "d_cost", "not among them", "slower"):
+    for word in ("tokens/s", "GB", "idle", "d_cost", "not among them", "worse"):
         assert word in text
     placement = load_placement(out, PPO)
     assert placement.devices == 8
@@ -59,6 +59,7 @@ def test_a_mixed_cluster_is_shown_beside_equal_devices(capsys: Any) -> None:
     assert code == 0
     assert "taken for 8 equal devices" in text
     assert "times as long" in text
+    assert "# [pool." in text  # of which kind it is
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,11 @@ def test_a_mixed_cluster_is_shown_beside_equal_devices(capsys: Any) -> None:
         (["ppo", "--devices", "8"], "COUNTxDEVICE"),
         (["ppo", "--model", "llama2-8b"], "did you mean 'llama2-7b'"),
         (["ppo", "--device", "8xh100"], "unknown key 'device'; did you mean 'devices'"),
+        (["ppo", "--devices", "5000xh100"], "up to 4096 of a kind"),
+        (["ppo", "--prompts", "1000000000", "--updates", "1"], "use at most 4194304 rows"),
+        (["ppo", "--prompt-tokens", "9000"], "the actor's model has 8192 positions"),
+        (["dpo", "--prompts", "24", "--updates", "16"], "updates=16 does not divide the 24 rows"),
+        (["ppo", "--out", "no/such/place.toml"], "must be a new file in a directory that exists"),
         (["ppo", "--profile", "vllm"], "use eager-2024 or hfjax"),
         (["ppo", "--host", "nowhere.toml", "--devices", "8xmine"], "nowhere.toml"),
     ],
@@ -92,12 +98,12 @@ def test_a_device_with_no_memory_is_refused(tmp_path: Path, capsys: Any) -> None
 @pytest.mark.parametrize("name", ["prompts", "updates", "response_tokens"])
 def test_sizes_are_counts(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0: must be 1 or more"):
-        PlanConfig(**{name: 0})
+        PlanConfig(**{name: 0}).check()
 
 
 def test_updates_divide_the_rows() -> None:
     with pytest.raises(ValueError, match="updates=7 does not divide the 1024 rows"):
-        PlanConfig(updates=7)
+        PlanConfig(updates=7).check()
 
 
 @pytest.mark.parametrize(
@@ -124,6 +130,11 @@ def test_models_of_unequal_sizes_are_those_of_their_roles() -> None:
         "critic": "value",
         "reward": "score",
     }
+
+
+def test_an_item_of_pairs_is_two_rows() -> None:
+    module = load_algorithm("dpo")
+    assert planned(module, replace(plan_class(module)(), prompts=64)).work.rows == 128
 
 
 def test_a_function_that_rewards_takes_no_device() -> None:
