@@ -57,7 +57,7 @@ class Needs:
             return f"does not fit {self._limit} x {name} either"
         if fewest > sum(count for _, count in self._cluster):
             return f"needs {fewest} x {name}"
-        return "no allocation of all devices fits"
+        return "no allocation of all devices fits memory and machines"
 
     def refusal(self, partitions: Sequence[Sets]) -> str:
         """Why nothing fits, with the smallest number of devices that would do."""

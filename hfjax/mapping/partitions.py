@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hfjax.mapping.devices import slowest
+from meshes.layouts import divisors
 
 Cluster = Sequence[tuple[Any, int]]  # devices of a kind, and how many there are
 Sets = tuple[tuple[str, ...], ...]
@@ -49,10 +50,39 @@ def blocks(total: int, parts: int) -> Iterator[np.ndarray]:
             yield np.concatenate([np.full((len(rest), 1), first, np.int16), rest], axis=1)
 
 
+def processes_of(counts: Sequence[int], cluster: Cluster) -> int:
+    """SPMD processes of a pool: equal ones, as few as its machines allow; each lies in one."""
+    kinds = zip(counts, cluster, strict=True)
+    machines = sum(math.ceil(count / device.node) for count, (device, _) in kinds)
+    devices = sum(counts)
+    return next(n for n in divisors(devices) if n >= min(machines, devices))
+
+
+def packs(pools: Sequence[Sequence[int]], cluster: Cluster) -> bool:
+    """Whether the processes of pools find a machine each: the largest first, where one fits.
+
+    `pools` are counts of each kind. A kind's machines are full, but for the last one.
+    """
+    sizes = [sum(counts) // processes_of(counts, cluster) for counts in pools]
+    for kind, (device, total) in enumerate(cluster):
+        room = [device.node] * (total // device.node) + [total % device.node]
+        for size, counts in sorted(zip(sizes, pools, strict=True), key=lambda each: -each[0]):
+            number, rest = divmod(counts[kind], size)
+            if rest:
+                return False
+            for _ in range(number):
+                at = next((i for i, left in enumerate(room) if left >= size), None)
+                if at is None:
+                    return False
+                room[at] -= size
+    return True
+
+
 class Grants:
     """What a pool may be given of a cluster, by number: a count of each kind of device."""
 
     def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
         self.kinds = tuple(device for device, _ in cluster)
         self.most = tuple(count for _, count in cluster)
         self.total = sum(self.most)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hfjax.mapping.devices import Cluster
+from hfjax.mapping.partitions import processes_of
 from hfjax.mapping.search import Found, Plan, PlanPool, Rejected
 from hfjax.mapping.simulate import idle_shares, picture_of
 from hfjax.mapping.work import Option, Problem, Workload
-from meshes.layouts import divisors
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 
@@ -32,11 +32,7 @@ def placement_of(plan: Plan, cluster: Cluster, work: Workload) -> Placement:
 
 
 def _pool(name: str, pool: PlanPool, cluster: Cluster) -> Pool:
-    devices = sum(pool.devices)
-    kinds = zip(cluster, pool.devices, strict=True)
-    machines = sum(math.ceil(count / device.node) for (device, _), count in kinds)
-    processes = next(n for n in divisors(devices) if n >= min(machines, devices))
-    return Pool(name, devices, processes)
+    return Pool(name, sum(pool.devices), processes_of(pool.devices, cluster))
 
 
 def _role(role: str, pool: str, option: Option, work: Workload) -> RolePlacement:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hfjax.mapping.needs import Needs
-from hfjax.mapping.partitions import Cluster, Grants, Sets, set_partitions
+from hfjax.mapping.partitions import Cluster, Grants, Sets, packs, set_partitions
 from hfjax.mapping.pools import Options, Pools
 from hfjax.mapping.prices import Objective, Partition, Priced, Terms, Transfer
 from hfjax.mapping.simulate import Played, d_cost
@@ -216,15 +216,23 @@ class _Hunt:
         size, more, most = BATCH
         while len(rows):
             batch, own = rows[:size], numbers[:size]
+            placed = np.array([self._packs(tuple(row)) for row in batch.tolist()], bool)
+            batch, own = batch[placed], own[placed]
 
             def alive(values: np.ndarray, which: np.ndarray, own: Any = (batch, own)) -> Any:
                 return self._alive(partition, number, own[0][which], values, own[1][which])
 
-            self._take(partition, number, batch, own, partition.price(batch, alive))
+            if len(batch):
+                self._take(partition, number, batch, own, partition.price(batch, alive))
             rows, bounds, numbers = rows[size:], bounds[size:], numbers[size:]
             some = self._alive(partition, number, rows, bounds, numbers)
             rows, bounds, numbers = rows[some], bounds[some], numbers[some]
             size = min(size * more, most)
+
+    def _packs(self, row: tuple[int, ...]) -> bool:
+        """Whether the pools of an allocation find machines."""
+        pools = [self.pools.grants.counts[grant].tolist() for grant in row]
+        return packs(pools, self.pools.grants.cluster)
 
     def _take(
         self,

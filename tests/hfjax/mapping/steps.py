@@ -41,9 +41,11 @@ SAFE: tuple[Given, ...] = (
 )
 
 
-def a_device(name: str = "a", memory_bytes: float = 80 * GB, shares: int = 1) -> Device:
+def a_device(
+    name: str = "a", memory_bytes: float = 80 * GB, shares: int = 1, node: int = 1024
+) -> Device:
     known = load_devices()["a100-80g"]
-    return replace(known, name=name, memory_bytes=memory_bytes, shares=shares)
+    return replace(known, name=name, memory_bytes=memory_bytes, shares=shares, node=node)
 
 
 def a_problem(*calls: Given) -> Problem:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hfjax.mapping.devices import slowest
-from hfjax.mapping.partitions import Grants, Sets, set_partitions
+from hfjax.mapping.partitions import Grants, Sets, packs, set_partitions
 from hfjax.mapping.pools import undominated
 from hfjax.mapping.prices import Objective
 from hfjax.mapping.search import Found, Plan, search
@@ -379,3 +379,29 @@ def test_of_a_large_cluster_few_plans_are_priced(step: Any, devices: int, pairs:
     found = search(problem, [(a_device(), devices)], options)
     assert found.pairs == pairs
     assert found.priced < pairs / 50
+
+
+@pytest.mark.parametrize(
+    ("pools", "total", "fits"),
+    [
+        ([(8,)], 8, True),
+        ([(9,)], 9, False),  # three processes of three, and machines of eight and one
+        ([(12,), (4,)], 16, False),  # two processes of six leave two and two
+        ([(12,), (2,), (2,)], 16, True),
+        ([(8,), (4,), (5,)], 17, False),
+        ([(16,), (1,)], 17, True),
+        ([(4,), (4,), (8,)], 16, True),
+    ],
+)
+def test_a_process_lies_in_one_machine(pools: Any, total: int, fits: bool) -> None:
+    assert packs(pools, [(a_device(node=8), total)]) is fits
+
+
+def test_no_plan_has_a_pool_that_finds_no_machines() -> None:
+    problem = a_problem(*PPO)
+    sizes = dict.fromkeys(problem.models, 1.0)
+    for total in (9, 12, 17):
+        cluster = [(a_device(node=8), total)]
+        found = search(problem, cluster, scaling_options(problem, sizes, any_n=True))
+        for plan in found.plans:
+            assert packs([pool.devices for pool in plan.pools], cluster)
