@@ -3,12 +3,13 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from hfjax.models.llama import ModelConfig
@@ -21,6 +22,11 @@ DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bf
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 HEADS = {"lm": "ForCausalLM", "score": "ForSequenceClassification"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+def slow_but(names: Iterable[Any], *quick: Any) -> list[Any]:
+    """Cases for parametrize, all of which but the quick ones are marked slow."""
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def is_timing(name: str) -> bool:

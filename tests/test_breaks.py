@@ -58,6 +58,7 @@ def trained(folder: Path, reward: str, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_evaluation_changes_no_bit_of_training(tmp_path: Path) -> None:
     """Greedy rows of another count and width come between the steps, and leave no trace."""
     held_out = prompts_file(tmp_path / "eval.jsonl", [[3] * 9, [5], [6, 7], [8], [9]])

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import invariance
 from benchmarks.invariance import CASES, SEED, STEP, Step, compare, first_step
+from tests.fixtures import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +20,23 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Step:
 
 @pytest.mark.parametrize(
     "name",
-    [
+    slow_but(
+        [
+            "local:data2-tensor4-generate2",
+            "local:pools4+4",
+            "local:pools4+3+1",
+            "local:data8",
+            "local:data2-tensor4",
+            "local:fsdp8",
+            "local:fsdp4-tensor2",
+            "local:zero1-8",
+            "local:pipe3-data2",
+            "local:pipe3-tensor2-generate-pipe3",
+            "local:pipe3-data2-infer-data6",
+            "local:ds-chat8-generate2",
+        ],
         "local:data2-tensor4-generate2",
-        "local:pools4+4",
-        pytest.param("local:pools4+3+1", marks=pytest.mark.slow),
-        pytest.param("local:data8", marks=pytest.mark.slow),
-        pytest.param("local:data2-tensor4", marks=pytest.mark.slow),
-        pytest.param("local:fsdp8", marks=pytest.mark.slow),
-        pytest.param("local:fsdp4-tensor2", marks=pytest.mark.slow),
-        pytest.param("local:zero1-8", marks=pytest.mark.slow),
-        pytest.param("local:pipe3-data2", marks=pytest.mark.slow),
-        pytest.param("local:pipe3-tensor2-generate-pipe3", marks=pytest.mark.slow),
-        pytest.param("local:pipe3-data2-infer-data6", marks=pytest.mark.slow),
-        pytest.param("local:ds-chat8-generate2", marks=pytest.mark.slow),
-    ],
+    ),
 )
 def test_tokens_losses_and_gradients_do_not_depend_on_the_placement(
     name: str, first: Step, tmp_path: Path

@@ -37,6 +37,7 @@ def scored(found: list[dict[str, Any]]) -> list[int]:
     return [r["training/global_step"] for r in found if "timing_s/old_log_prob" in r]
 
 
+@pytest.mark.slow
 def test_the_pass_runs_in_the_first_step_and_every_twentieth_after(tmp_path: Path) -> None:
     """Gap and entropy are those of the pass: with a learning rate of 0 a run with it has both."""
     found = run(tmp_path / "auto", steps=22)

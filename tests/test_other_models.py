@@ -88,7 +88,8 @@ def expected(model: Path, head: Head, batch: dict[str, Any]) -> np.ndarray:
     return np.where(batch["response_mask"], values_BT, 0)
 
 
-@pytest.mark.parametrize("head", ["score", pytest.param("lm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["score", "lm"])
 def test_critic_and_reward_are_models_of_their_own(head: str, tmp_path: Path) -> None:
     """A critic started from a score model has its head; from a language model's files, zeros.
 

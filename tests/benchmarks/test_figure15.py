@@ -31,6 +31,7 @@ def rows() -> list[Row]:
     return list(generation.seconds(TINY, 8, LOAD, rounds=2))
 
 
+@pytest.mark.slow
 def test_every_t_g_generates_the_same_tokens(rows: list[Row]) -> None:
     assert [(row["t_g"], row["d_g"], row["differ"]) for row in rows] == [
         (1, 4, 0),
@@ -40,6 +41,7 @@ def test_every_t_g_generates_the_same_tokens(rows: list[Row]) -> None:
     assert rows[-1]["ratio"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", generation.FAILS])
 def test_status_says_whether_tokens_agree(
     text: str, rows: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -103,6 +105,7 @@ def test_waves_are_equal_and_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         generation.waves(rig, 8, load)
 
 
+@pytest.mark.slow
 def test_rows_of_both_parts_have_a_cell_a_column(rows: list[Row]) -> None:
     compiled = next(iter(generation.compiled(TINY, 8, LOAD)))
     for part, row in (("seconds", rows[0]), ("compiled", compiled)):

@@ -21,7 +21,7 @@ from hfjax.items import Example, Prompt, example_columns, prompt_columns
 from hfjax.roles import Reward
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
-from tests.fixtures import write_lut, write_tiny_hf
+from tests.fixtures import slow_but, write_lut, write_tiny_hf
 
 SETTINGS = ppo.Settings(kl=KLConfig(where="loss", estimator="k3", coef=0.1))
 ROLES = ppo.roles(SETTINGS)
@@ -226,7 +226,7 @@ def test_rows_of_different_prompts_are_not_taken_for_one_prompts(models: Models)
     np.testing.assert_array_equal(both["input_ids"][::2], one["input_ids"])
 
 
-@pytest.mark.parametrize("micro", [0, 1])
+@pytest.mark.parametrize("micro", slow_but([0, 1], 1))
 def test_texts_are_learned_as_text_whatever_the_temperature_of_sampling(
     tmp_path: Path, micro: int
 ) -> None:

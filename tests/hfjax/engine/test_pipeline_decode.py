@@ -11,6 +11,7 @@ import pytest
 from hfjax.engine.decode import Sampling
 from hfjax.engine.meter import held_bytes, memory, meter
 from meshes.mesh import MeshShape
+from tests.fixtures import slow_but
 from tests.hfjax.engine.cases import CFG, host_params
 from tests.hfjax.engine.test_decode import PROMPTS, STOPS, TABLE, Rig, assert_same, path_params
 
@@ -74,12 +75,15 @@ def begun(rig, sampling, *, prompts=PROMPTS, limit=8, slots=8):
     return prompts, responses, arguments
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("more micro-batches than stages", "data 2, pipe 2, tensor 2", "hybrid-v")
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_stages_draw_what_one_device_draws(name):
     compare(name, greedy=False)
 
 
-@pytest.mark.parametrize("name", ["pipe 2", "micro-DP", "hybrid-v", "pipe 4"])
+@pytest.mark.parametrize("name", slow_but(["pipe 2", "micro-DP", "hybrid-v", "pipe 4"], "micro-DP"))
 def test_stages_find_the_likeliest_tokens(name):
     compare(name, greedy=True)
 
@@ -120,7 +124,7 @@ TICKS = {  # stages, micro-batches, ticks of 7 tokens and of 2
 }
 
 
-@pytest.mark.parametrize("name", TICKS)
+@pytest.mark.parametrize("name", slow_but(TICKS, "more"))
 def test_ticks_and_caches_of_a_segment(name):
     stages, micros, whole, short = TICKS[name]
     cfg = FOUR if stages == 4 else CFG

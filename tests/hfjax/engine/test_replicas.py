@@ -11,6 +11,7 @@ from hfjax.engine.meter import memory, meter
 from hfjax.engine.microbatch import cut_micros, place_rows
 from hfjax.engine.scoring import Scorer
 from meshes.mesh import MeshShape
+from tests.fixtures import slow_but
 from tests.hfjax.engine.cases import (
     CFG,
     COLUMNS,
@@ -25,6 +26,7 @@ from tests.hfjax.engine.cases import (
 )
 
 ONE = MeshShape()
+DATA_TENSOR, PIPE_TENSOR = MeshShape(data=2, tensor=4), MeshShape(pipe=2, tensor=4)
 LAYOUTS = {  # shape and stage
     "data 8": (MeshShape(data=8), 3),
     "zero 1 over 8": (MeshShape(fsdp=8), 1),
@@ -58,7 +60,10 @@ def one_device():
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+QUICK = ("zero 2 over 8", "zero 3, data 2, tensor 2", "zero 1, pipe 2, fsdp 2")
+
+
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, *QUICK))
 def test_no_stage_of_zero_changes_a_gradient(name, one_device):
     shape, zero = LAYOUTS[name]
     head = "value" if zero == 2 else "lm"
@@ -113,6 +118,7 @@ def test_more_tensor_ranks_than_kv_heads_give_the_logits_and_gradients_of_one_de
             np.testing.assert_allclose(np.asarray(copy.data), whole[copy.index], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_four_stages_of_a_layer_each_give_the_gradients_of_one_device():
     cfg = dataclasses.replace(CFG, layers=4)
     found = []
@@ -128,7 +134,7 @@ def test_four_stages_of_a_layer_each_give_the_gradients_of_one_device():
 STEPPED = ("data 8", "zero 1 over 8", "zero 2, data 2, tensor 2", "pipe 2, fsdp 2, tensor 2")
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("name", slow_but(STEPPED, "zero 2, data 2, tensor 2"))
 def test_one_step_moves_every_weight_as_on_one_device(name, one_device):
     """Of SGD from gradients of one's own; of AdamW, whose first step is g / |g|, from the same."""
     shape, zero = LAYOUTS[name]
@@ -149,7 +155,7 @@ def test_one_step_moves_every_weight_as_on_one_device(name, one_device):
     assert_close(*sgd, 1e-6)
 
 
-@pytest.mark.parametrize("shape", [MeshShape(data=2, tensor=4), MeshShape(pipe=2, tensor=4)])
+@pytest.mark.parametrize("shape", slow_but([DATA_TENSOR, PIPE_TENSOR], PIPE_TENSOR))
 def test_positions_split_over_tensor_change_no_gradient_and_take_less_memory(shape, one_device):
     """20 positions over 4 devices: a quarter of the residual stream is saved for the backward."""
     options = {**OPTIONS, "remat": "layer"}

@@ -15,6 +15,7 @@ from hfjax.engine.train import OptimizerConfig, Outputs
 from hfjax.metrics import Max, Mean, finalize
 from hfjax.rl import Denominators, aggregate
 from meshes.mesh import MeshShape
+from tests.fixtures import slow_but
 from tests.hfjax.engine.cases import (
     CFG,
     COLUMNS,
@@ -81,7 +82,7 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", list(CUTS))
+@pytest.mark.parametrize("cut", slow_but(CUTS, "2 rows", "60 tokens"))
 def test_no_number_depends_on_the_cut(lm, cut):
     trainer, params, (loss, grads, metrics) = lm
     micros = cut_micros(make_batch(), replicas=1, **CUTS[cut])
@@ -91,7 +92,7 @@ def test_no_number_depends_on_the_cut(lm, cut):
     assert finalize(metrics)["tokens"] == make_batch()["response_mask"].sum()
 
 
-@pytest.mark.parametrize("head", ["lm", "score"])
+@pytest.mark.parametrize("head", slow_but(["lm", "score"], "lm"))
 def test_no_number_depends_on_the_layout(head):
     results = {}
     names = SHAPES if head == "lm" else ("one device", "fsdp 4 x tensor 2")

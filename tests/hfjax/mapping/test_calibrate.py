@@ -72,6 +72,7 @@ def found() -> calibrate.Found:
     return calibrate.measure(2, "tiny", print)
 
 
+@pytest.mark.slow
 def test_a_child_measures_its_devices_together(found: calibrate.Found, tmp_path: Path) -> None:
     document = tomllib.loads(calibrate.table("mine", found))
     device = document["device"]["mine"]
@@ -81,6 +82,7 @@ def test_a_child_measures_its_devices_together(found: calibrate.Found, tmp_path:
     assert max(share for _, share in device["matmul"]) == 1
 
 
+@pytest.mark.slow
 def test_one_device_has_no_collectives(found: calibrate.Found) -> None:
     alone = [row for row in found["decode"] if not row["hops"]]
     one = {**found, "host": {**found["host"], "devices": 1}, "collectives": [], "decode": alone}
@@ -110,6 +112,7 @@ def test_options_that_cannot_work_are_refused_before_measuring(
     assert (status, said in capsys.readouterr().err) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_file(
     found: calibrate.Found, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

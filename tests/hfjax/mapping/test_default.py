@@ -103,6 +103,7 @@ def test_every_algorithm_is_planned_on_devices_that_the_mapper_knows(
     assert parse_placement(plan.placement.to_toml()) == plan.placement
 
 
+@pytest.mark.slow
 def test_a_planned_placement_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hfjax.prepare._devices_found", lambda _: A100)
     settings: dict[str, Any] = {"rollout": {"n": 2, "max_new_tokens": 4}, "steps": 1}

@@ -21,7 +21,7 @@ from hfjax.models.llama import (
 )
 from meshes.layouts import check, generate_layout, shardings, train_layout
 from meshes.mesh import MeshShape, make_mesh
-from tests.fixtures import tiny_config
+from tests.fixtures import slow_but, tiny_config
 
 VARIANTS = {
     "llama": {},
@@ -45,7 +45,7 @@ def _tokens(*shape: int, seed: int = 0) -> jax.Array:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", slow_but([1, 3], 3))
 def test_decoding_equals_teacher_forcing(variant: str, n: int) -> None:
     cfg = tiny_config(**VARIANTS[variant])
     params, lengths, steps = _params(cfg), [5, 1, 3], 4
