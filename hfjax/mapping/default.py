@@ -124,7 +124,10 @@ def _problem(
         if issubclass(kind, ModelRole):
             config = load_config(builder.keywords["model"])
             trained = issubclass(kind, TrainedRole)
-            models[role] = Model(config=config, head=kind.head, trained=trained)
+            together = builder.keywords.get("rows_together", 1)
+            models[role] = Model(
+                config=config, head=kind.head, trained=trained, rows_together=together
+            )
     functions = [role for role in builders if role not in models]
     agrees = bool(builders[main_role(builders)].keywords.get("measured_loss"))
     nodes = dataflow(algorithm, settings, functions, agrees=agrees)

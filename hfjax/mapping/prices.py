@@ -49,7 +49,6 @@ class Table:
         self.begins = np.full(len(self.pools.grants), -1)
         self.sizes = np.zeros(len(self.pools.grants), int)
         self._seconds: list[np.ndarray] = []
-        self._choices: list[np.ndarray] = []
         self.seconds = np.zeros((0, self.width))
         self._rows = 0
 
