@@ -63,19 +63,28 @@ class Load:
     micros: int = 4
 
 
-LAYOUTS = {
+LAYOUTS = {  # every way to write eight as data x fsdp x tensor x pipe; and one with ZeRO 1
     "data8": {"data": 8},
     "fsdp8": {"fsdp": 8},
     "zero1-8": {"fsdp": 8, "zero": 1},
     "data2-fsdp4": {"data": 2, "fsdp": 4},
+    "data4-fsdp2": {"data": 4, "fsdp": 2},
     "data4-tensor2": {"data": 4, "tensor": 2},
     "data2-tensor4": {"data": 2, "tensor": 4},
     "tensor8": {"tensor": 8},
     "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
     "fsdp2-tensor4": {"fsdp": 2, "tensor": 4},
+    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
     "pipe2-data4": {"pipe": 2, "data": 4},
-    "pipe4-data2": {"pipe": 4, "data": 2},
+    "pipe2-fsdp4": {"pipe": 2, "fsdp": 4},
+    "pipe2-tensor4": {"pipe": 2, "tensor": 4},
+    "pipe2-data2-fsdp2": {"pipe": 2, "data": 2, "fsdp": 2},
     "pipe2-tensor2-data2": {"pipe": 2, "tensor": 2, "data": 2},
+    "pipe2-tensor2-fsdp2": {"pipe": 2, "tensor": 2, "fsdp": 2},
+    "pipe4-data2": {"pipe": 4, "data": 2},
+    "pipe4-fsdp2": {"pipe": 4, "fsdp": 2},
+    "pipe4-tensor2": {"pipe": 4, "tensor": 2},
+    "pipe8": {"pipe": 8},
 }
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every call of the engine is timed under every layout, and a table says so."""
 
+import itertools
+import math
+
 import pytest
 
 from benchmarks.measured import CALLS, LAYOUTS, Load, measured, table
@@ -8,10 +11,12 @@ from meshes.mesh import MeshShape
 from tests.fixtures import tiny_config
 
 
-def test_layouts_are_of_all_eight_devices() -> None:
+def test_layouts_are_every_shape_of_eight_devices() -> None:
     shapes = [{k: n for k, n in sizes.items() if k != "zero"} for sizes in LAYOUTS.values()]
-    assert len(shapes) >= 12
-    assert {MeshShape(**sizes).devices for sizes in shapes} == {8}
+    axes = ("data", "fsdp", "tensor", "pipe")
+    sizes = (s for s in itertools.product((1, 2, 4, 8), repeat=4) if math.prod(s) == 8)
+    every = {MeshShape(**dict(zip(axes, s, strict=True))) for s in sizes}
+    assert {MeshShape(**sizes) for sizes in shapes} == every
 
 
 @pytest.mark.slow
