@@ -2,7 +2,6 @@
 """The outer loop: prompts in, steps of an algorithm, evaluation, checkpoints, metrics out."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
-from hfjax.controller.handle import RECEIVE, SEND, start
+from hfjax.controller.handle import start
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     GAP,
@@ -43,20 +42,13 @@ from hfjax.models.hf import resolve_model
 from hfjax.policy import APART, LARGEST_GAP, greedy_scores
 from hfjax.prepare import prepare
 from hfjax.rundir import began, check_state, find_run, hold, open_directory
-from hfjax.saving import WRITTEN, SaveError, Saves, check_best
+from hfjax.saving import WRITTEN, SaveError, Saves, check_best, recording
 from hfjax.stopping import Restarts, Stop, Stopped, at_once, handled
-from hfjax.timeline import Timeline
+from hfjax.timeline import Timeline, stage_seconds
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-STAGES = {  # method -> verl's name of the stage
-    "generate_sequences": "gen",
-    "compute_reward": "reward",
-    "compute_log_prob": "old_log_prob",
-    "compute_ref_log_prob": "ref",
-    "compute_values": "values",
-}
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
 
@@ -181,7 +173,6 @@ class Run:
             self.models.more_texts = lambda: Batch(texts.next_batch())
         if self.done:
             self.models.memory |= self.store.load_meta(self.done).get("memory", {})
-        self.saves = Saves(self.store, self.models, plan.trained, self.done, config.on_save_error)
         self.store.make_root()  # nothing is written before
         if not held:  # the directory is new: perhaps to another run, too
             scope.enter_context(hold(self.out))
@@ -192,6 +183,10 @@ class Run:
             self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
         )
         scope.callback(self.log.close)
+        self.saves = Saves(
+            *(self.store, self.models, plan.trained, self.done),
+            *(config.on_save_error, self.log.flush),
+        )
 
     def __enter__(self) -> "Run":
         return self
@@ -271,7 +266,8 @@ class Run:
         record |= self.save(step, record) if saves else {}
         if self.config.max_restarts:
             record["perf/restarts"] = self.restarts
-        self.log.write(step, record)  # before: no checkpoint stands without its record
+        with recording(self.config.on_save_error):
+            self.log.write(step, record)
         self.done, self.record = step, record
         self.saves.poll()
 
@@ -299,7 +295,7 @@ class Run:
             columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
         except ValueError as error:
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
-        seconds = _seconds(calls := self._drained(step, issued.spans))
+        seconds = stage_seconds(calls := self._drained(step, issued.spans))
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
@@ -317,14 +313,16 @@ class Run:
         record["training/epoch"] = issued.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.plan.rollout:
-            self.log.samples(step, self._samples(batch))
+            with recording(self.config.on_save_error):
+                self.log.samples(step, self._samples(batch))
         return record
 
     def _drained(self, step: int, spans: list[tuple[str, float, float]]) -> list[CallRecord]:
         """Waits for the calls up to a step; those that are new, which the timeline gets too."""
         calls = self.models.drain(step)
         if self.timeline:
-            self.timeline.write(calls, spans, step)
+            with recording(self.config.on_save_error):
+                self.timeline.write(calls, spans, step)
         return [call for call in calls if call.method != WRITTEN]
 
     def _plain_memory(self, step: int) -> None:
@@ -433,16 +431,3 @@ class Run:
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.plan.steps or (every > 0 and step % every == 0)
-
-
-def _seconds(calls: list[CallRecord]) -> dict[str, float]:
-    """Seconds by stage: from the first process that began a call to the last that ended."""
-    seconds: dict[str, float] = {}
-    for transfer, group in itertools.groupby(calls, lambda call: call.method in (SEND, RECEIVE)):
-        found = list(group)
-        for stage, call in ((STAGES.get(c.method, c.method), c) for c in found if not transfer):
-            seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
-        if transfer:  # between pools, side by side: what lies between calls counts too
-            took_s = max(call.end_s for call in found) - min(call.start_s for call in found)
-            seconds["update_weights"] = seconds.get("update_weights", 0.0) + took_s
-    return seconds

@@ -80,7 +80,9 @@ def hold(out: Path) -> Iterator[bool]:
     The kernel lets go of it when this process ends, in whatever way.
     """
     try:
-        file = (out / LOCK).open("a+") if out.is_dir() and {*os.listdir(out)} & OWN else None
+        names = set(os.listdir(out)) if out.is_dir() else set[str]()
+        own = "run.json" in names or (names and names <= OWN)
+        file = (out / LOCK).open("a+") if own else None
     except OSError:  # not a directory to write in, which is said later
         file = None
     if file is None:

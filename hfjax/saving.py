@@ -10,7 +10,8 @@ import difflib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,11 +20,28 @@ from hfjax.engine.store import CheckpointStore
 
 WRITTEN = "written"  # the method of trained roles that says whether a process has written
 
+MEND = "mend that and --resume, or set on_save_error to 'continue'"
+
 log = logging.getLogger(__name__)
 
 
+OnError = Literal["stop", "continue"]
+
+
 class SaveError(RuntimeError):
-    """A checkpoint could not be written."""
+    """A checkpoint or a record could not be written."""
+
+
+@contextmanager
+def recording(on_error: OnError) -> Iterator[None]:
+    """A file of the run that cannot be written ends it or is said, as `on_error` has it."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{error.filename or 'a file of the run'} could not be written: {error.strerror}"
+        if on_error == "stop":
+            raise SaveError(f"{told}; {MEND}") from error
+        log.warning("%s; the run goes on, and tries again with the next step", told)
 
 
 def check_best(keep_best: str, held_out: Any) -> None:
@@ -53,9 +71,11 @@ class Saves:
         models: Models,
         roles: Sequence[str],
         newest: int,
-        on_error: Literal["stop", "continue"],
+        on_error: OnError,
+        records: Callable[[], None],
     ) -> None:
-        """`newest` is the step that the run goes on from."""
+        """`newest` is the step that the run goes on from; `records` writes its records down."""
+        self._records = records
         self.store, self.models, self.roles, self.on_error = store, models, roles, on_error
         self.newest = newest  # the last step with a whole checkpoint
         self.pending: Pending | None = None
@@ -108,6 +128,7 @@ class Saves:
                 role: {k: v for x in each for k, v in x.items()} for role, each in found.items()
             }
             try:
+                self._records()  # before: no checkpoint stands without its record
                 self.store.commit(pending.step, pending.meta, sums)
             except Exception as error:  # Orbax raises errors of the disk as others, too
                 errors = [f"{type(error).__name__}: {error}"]
@@ -124,7 +145,7 @@ class Saves:
             + (f"step {kept[-1]} stays the newest" if kept else "there is none before it")
         )
         if self.on_error == "stop":
-            raise SaveError(f"{told}; mend that and --resume, or set on_save_error to 'continue'")
+            raise SaveError(f"{told}; {MEND}")
         log.warning("%s; the run goes on without it", told)
 
     def _valued(self, step: int, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -289,16 +289,17 @@ def test_resume_needs_a_run_and_a_run_needs_a_free_directory(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
-    tmp_path: Path, whole: Path
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint_to_resume(
+    number: int, status: int, tmp_path: Path, whole: Path
 ) -> None:
-    """Exit status 130; what follows the resumption is what would have followed the step."""
+    """Ctrl-C, and what is sent before a machine is taken away; the rest is as it would have been."""
     config = configured(tmp_path, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: reward workers get it too
+    os.killpg(process.pid, number)  # as a terminal does: reward workers get it too
     _, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, errors[-3000:]
+    assert process.returncode == status, errors[-3000:]
     assert "Traceback" not in errors
     done = records(Path(config.out))[-1][STEP]
     saved = sorted(path.name for path in (Path(config.out) / "checkpoints").iterdir())

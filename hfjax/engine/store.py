@@ -88,12 +88,19 @@ class CheckpointStore:
             self._hide(final)
         tmp.rename(final)
         sync(self.root)
+        try:
+            self._tidy()
+        except OSError as error:  # it stays whole all the same
+            log.warning("an old checkpoint in %s could not be deleted: %s", self.root, error)
+        return final
+
+    def _tidy(self) -> None:
+        """Deletes what is neither best nor of the last `keep_last`, and what was left begun."""
         steps = self.steps()
         for old in {*steps[: -self.keep_last]} - {self.best()}:
             self._hide(self.path(old))
         for left in self.root.glob(f"step_*{TMP}"):
             shutil.rmtree(left)
-        return final
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending; contents of arrays are not looked at."""
