@@ -154,6 +154,8 @@ class Run:
         self.done, self.store = find_run(self.out, config, about)
         if self.done:
             check_state(plan, self.store, self.done)
+        elif config.resume:
+            self.console.print(f"{self.out} has no checkpoint yet: starting over", markup=False)
         check_best(config.keep_best, plan.held_out)
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())

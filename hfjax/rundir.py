@@ -9,7 +9,7 @@ import os
 import socket
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
         raise ValueError(f"out={out} holds files of something else; choose another directory")
     if config.resume and not there:
         raise ValueError(f"out={out} holds no run to resume; leave --resume out")
+    if used and "run.json" not in there:
+        raise ValueError(f"out={out}: run.json is missing, which says whose run it is; put it back")
     if config.resume and "run.json" in there:
         _check_same_run(out, config, about)
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
@@ -99,9 +101,9 @@ def hold(out: Path) -> Iterator[bool]:
             ) from None
         except OSError as error:
             log.warning("%s cannot be locked (%s): let no other run use it", out, error)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with suppress(OSError):  # a full disk
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield True
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each process and the controller did when: trace.json for Perfetto, text, seconds by stage."""
+"""What each process and the controller did when: for Perfetto, as text, seconds by stage."""
 
 import contextlib
 import itertools

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -293,7 +294,7 @@ def test_resume_needs_a_run_and_a_run_needs_a_free_directory(tmp_path: Path) -> 
 def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint_to_resume(
     number: int, status: int, tmp_path: Path, whole: Path
 ) -> None:
-    """Ctrl-C, and what is sent before a machine is taken away; the rest is as it would have been."""
+    """Ctrl-C, and what comes before a machine is taken away; the rest is as it would have been."""
     config = configured(tmp_path, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
@@ -360,6 +361,47 @@ def test_a_ray_run_killed_in_step_7_and_resumed_equals_one_never_stopped(tmp_pat
     whole = run(tmp_path / "whole")
     finished(whole)
     assert untimed(Path(config.out)) == untimed(Path(whole.out))
+
+
+def two_pools(path: Path) -> str:
+    """The actor on four devices, the others on four more."""
+    shape = MeshShape(fsdp=2, tensor=2)
+    roles = {
+        "actor": RolePlacement("actor", "first", train=shape),
+        "critic": RolePlacement("critic", "second", train=shape),
+        "reference": RolePlacement("reference", "second", infer=shape),
+    }
+    path.write_text(
+        Placement({name: Pool(name, 4) for name in ("first", "second")}, roles).to_toml()
+    )
+    return str(path)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_two_processes_of_four_devices_saved_goes_on_anywhere(tmp_path: Path) -> None:
+    """In one process of eight devices, one of two, and two pools: the next step has its numbers."""
+    eight, two = MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2)
+    many = placed(tmp_path / "many.toml", eight, *ROLES, processes=2)
+    config = configured(tmp_path, steps=4, runtime="ray", placement=many)
+    finished(config)
+    expected = records(Path(config.out))[-1]
+    shown = (Path(config.out) / "samples.jsonl").read_text()
+    placements = {
+        "eight": placed(tmp_path / "eight.toml", eight, *ROLES),
+        "two": placed(tmp_path / "two.toml", two, *ROLES),
+        "pools": two_pools(tmp_path / "pools.toml"),
+    }
+    for name, placement in placements.items():
+        out = tmp_path / name
+        shutil.copytree(config.out, out)
+        shutil.rmtree(out / "checkpoints" / "step_00000004")
+        there = {"out": str(out), "placement": placement, "runtime": "local", "resume": True}
+        found = records(train(ppo, dataclasses.replace(config, **there)))
+        assert [record[STEP] for record in found] == [1, 2, 3, 4]
+        assert (out / "samples.jsonl").read_text() == shown, name
+        for metric in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "actor/entropy"):
+            assert found[-1][metric] == pytest.approx(expected[metric], abs=1e-5), (name, metric)
 
 
 def finished(config: Any) -> None:

@@ -4,6 +4,7 @@
 import ctypes
 import dataclasses
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -32,6 +33,8 @@ from hfjax.run import Run, train
 from hfjax.rundir import export_run
 from hfjax.saving import SaveError
 from hfjax.stopping import Stopped
+from meshes.mesh import MeshShape
+from tests.fixtures import placed
 from tests.test_resume import records, untimed
 from tests.test_run import tuning
 
@@ -170,6 +173,42 @@ def test_a_resumed_run_uses_each_row_as_often_as_one_never_stopped(
     assert used == expected
     assert untimed(Path(halved.out)) == untimed(Path(whole.out))
     assert_equal_bits(saved(halved, 8), saved(whole, 8))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_counts_updates_apart_from_rows(tmp_path: Path) -> None:
+    """Four updates a step, 24 in all; the second half on twice the replicas.
+
+    A rate that falls from 1e-3 to 0 is 5e-4 at update 12; of the last four the mean is 2.5 / 24.
+    """
+    actor = {"optimizer": {"lr": 1e-3, "schedule": "linear"}, "epochs": 2, "minibatch_sequences": 2}
+    data = {"train": str(tmp_path / "train.jsonl"), "prompts_per_step": 4, "max_tokens": 64}
+    config = rows(tmp_path, 24, actor=actor, data=data)
+    rates: list[float] = []
+    used: list[list[bytes]] = []
+
+    def before(models: Any, prompts: Batch) -> None:
+        used.append([row.tobytes() for row in prompts["input_ids"]])
+        role = models.actor.pool.worker.roles["actor"]
+        rates.append(float(role.training.optimizer.lr_at(role.held.state().updates)))
+
+    def stops(models: Any, prompts: Batch) -> None:
+        before(models, prompts)
+        if models.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    train(stepping(before), config)
+    assert rates[3] == pytest.approx(5e-4)
+    halved = dataclasses.replace(config, out=str(tmp_path / "halved"))
+    with pytest.raises(Stopped):
+        train(stepping(stops), halved)
+    assert saved(halved, 3)[".updates"] == 12
+    wide = placed(tmp_path / "wide.toml", MeshShape(data=2), "actor")
+    train(stepping(before), dataclasses.replace(halved, placement=wide, resume=True))
+    assert used[6:] == used[:6]
+    assert rates[6:] == rates[:6]
+    last = [records(Path(each.out))[-1] for each in (config, halved)]
+    assert last[0]["actor/lr"] == last[1]["actor/lr"] == pytest.approx(1e-3 * 2.5 / 24)
 
 
 @pytest.fixture
@@ -352,6 +391,30 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(
     assert untimed(out) == untimed(Path(whole.out))
     assert [record["perf/restarts"] for record in records(out)] == [1, 1, 1, 1, 2, 2]
     assert_equal_bits(saved(config, 6), saved(whole, 6))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_killed_process_is_replaced_where_restarts_are_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = []
+
+    def before(models: Any, _: Batch) -> None:
+        if models.step == 4 and not killed:
+            killed.append(models.actor.pool.hellos[0]["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    config = tuning(tmp_path, runtime="ray", steps=4, save_every=2, max_restarts=1)
+    out = train(stepping(before), config)
+    assert "restart 1 of 1 from step 2: role 'actor', update_actor at step 4" in (
+        capsys.readouterr().out
+    )
+    assert [record[STEP] for record in records(out)] == [1, 2, 3, 4]
+    whole = dataclasses.replace(config, out=str(tmp_path / "whole"), runtime="local")
+    train(sft, whole)
+    assert untimed(out) == untimed(Path(whole.out))
+    assert_equal_bits(saved(config, 4), saved(whole, 4))
 
 
 @pytest.mark.parametrize(("most", "runs"), [(0, 1), (5, 2)])
