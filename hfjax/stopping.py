@@ -14,7 +14,7 @@ from rich.console import Console
 from hfjax.saving import SaveError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CHANGING = re.compile(r"\b[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
+CHANGING = re.compile(r"\b(?:0x)?[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
 
 
 class Stopped(KeyboardInterrupt):

@@ -30,11 +30,11 @@ from hfjax.engine.store import CheckpointStore
 from hfjax.metrics import STEP
 from hfjax.roles import saved_state
 from hfjax.run import Run, train
-from hfjax.rundir import export_run
+from hfjax.rundir import export_run, hold
 from hfjax.saving import SaveError
 from hfjax.stopping import Stopped
 from meshes.mesh import MeshShape
-from tests.fixtures import placed
+from tests.fixtures import placed, slow_but
 from tests.test_resume import records, untimed
 from tests.test_run import tuning
 
@@ -127,6 +127,7 @@ def test_what_was_copied_is_written_whatever_becomes_of_the_arrays(tmp_path: Pat
     assert np.array_equal(restore_role(tmp_path / "role", wanted)["x"], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "steps"), [(10, [2, 4, 5]), (8, [2, 4])])
 def test_the_last_step_is_saved_once(
     count: int, steps: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +145,7 @@ def test_the_last_step_is_saved_once(
     export_run(out, tmp_path / "exported")
 
 
-@pytest.mark.parametrize("stop", [3, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", slow_but([3, 4, 6], 4))
 def test_a_resumed_run_uses_each_row_as_often_as_one_never_stopped(
     stop: int, tmp_path: Path
 ) -> None:
@@ -224,8 +225,15 @@ def no_large_files() -> Any:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("kind", ["full", "unwritable"])
-@pytest.mark.parametrize("policy", ["stop", "continue"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        ("full", "stop"),
+        ("unwritable", "continue"),
+        pytest.param("full", "continue", marks=pytest.mark.slow),
+        pytest.param("unwritable", "stop", marks=pytest.mark.slow),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_written_is_said_and_the_one_before_stays(
     kind: str, policy: str, tmp_path: Path, no_large_files: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +293,7 @@ hfjax.roles.start_save = never_done
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -309,9 +318,11 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = tuning(tmp_path, steps=4, save_every=2, keep_last=3)
-    train(sft, config)
-    newest = store(config).path(4)
+    root = CheckpointStore(tmp_path)
+    for step in (2, 4):
+        sums = start_save(root.begin(step) / "actor", {"w": jnp.arange(2000) * step}).result()
+        root.commit(step, {"step": step}, {"actor": sums})
+    newest = root.path(4)
     bulk = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
     manifest = newest / "manifest.json"
     if damage == "byte":
@@ -329,7 +340,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         "manifest": "manifest.json is missing",
         "format": "of format 2, this hfjax reads 1,",
     }
-    assert store(config).latest() == 2
+    assert root.latest() == 2
     (text,) = caplog.messages
     assert "checkpoint of step 4" in text
     assert told[damage] in text
@@ -349,6 +360,7 @@ def test_the_best_checkpoint_stays(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert root.steps() == [6]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_checkpoint_and_says_where_it_has_no_value(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -376,6 +388,7 @@ def failing(at: dict[int, int]) -> types.ModuleType:
     return stepping(before)
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_goes_on_from_its_last_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,7 +430,7 @@ def test_a_killed_process_is_replaced_where_restarts_are_allowed(
     assert_equal_bits(saved(config, 4), saved(whole, 4))
 
 
-@pytest.mark.parametrize(("most", "runs"), [(0, 1), (5, 2)])
+@pytest.mark.parametrize(("most", "runs"), slow_but([(0, 1), (5, 2)], (5, 2)))
 def test_a_failure_that_comes_again_without_progress_ends_the_run(
     most: int, runs: int, tmp_path: Path
 ) -> None:
@@ -430,20 +443,33 @@ def test_a_failure_that_comes_again_without_progress_ends_the_run(
 
 
 def test_a_directory_is_used_by_one_run_at_a_time(tmp_path: Path) -> None:
+    """Refused before anything else is looked at; what another program left there is not touched."""
     config = tuning(tmp_path, steps=2)
-    again = dataclasses.replace(config, resume=True)
-    with Run(sft, config) as run:
-        for other in (config, again):
-            with pytest.raises(
-                ValueError, match=r"out=.* is in use by process \d+ on .*; wait for it"
-            ):
-                Run(sft, other)
-        run.train()
-    train(sft, dataclasses.replace(again, steps=3))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with hold(tmp_path / "run") as held:
+        assert held
+        for each in (config, dataclasses.replace(config, resume=True)):
+            with pytest.raises(ValueError, match=r"is in use by process \d+ on .*; wait for it"):
+                Run(sft, each)
+    with hold(tmp_path / "run") as held:
+        assert held
+    (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "other" / "notes.txt").write_text("")
+    with hold(tmp_path / "other") as held:
+        assert not held
+    assert not (tmp_path / "other" / "run.lock").exists()
 
 
-@pytest.mark.parametrize("left", ["root", "settings"])
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("left", "resume"),
+    [
+        ("settings", True),
+        pytest.param("root", False, marks=pytest.mark.slow),
+        pytest.param("root", True, marks=pytest.mark.slow),
+        pytest.param("settings", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_killed_while_its_directory_was_made_starts_over(
     left: str, resume: bool, tmp_path: Path
 ) -> None:
