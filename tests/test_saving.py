@@ -430,7 +430,7 @@ def test_a_killed_process_is_replaced_where_restarts_are_allowed(
     assert_equal_bits(saved(config, 4), saved(whole, 4))
 
 
-@pytest.mark.parametrize(("most", "runs"), slow_but([(0, 1), (5, 2)], (5, 2)))
+@pytest.mark.parametrize(("most", "runs"), [(5, 2), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_a_failure_that_comes_again_without_progress_ends_the_run(
     most: int, runs: int, tmp_path: Path
 ) -> None:
