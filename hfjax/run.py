@@ -25,6 +25,7 @@ from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import RECEIVE, SEND, start
+from hfjax.guard import Guard
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     GAP,
@@ -57,7 +58,6 @@ STAGES = {  # method -> verl's name of the stage
     "compute_ref_log_prob": "ref",
     "compute_values": "values",
 }
-MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
 
 def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) -> Path:
@@ -143,7 +143,6 @@ class Run:
         if self.done:
             check_state(plan, self.store, self.done)
         self.console = Console(soft_wrap=True, highlight=False)
-        self.refused = 0
         self.ahead: Issued | None = None  # the last step, while its record is not written
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
@@ -172,6 +171,7 @@ class Run:
         except BaseException:
             self.models.shutdown()
             raise
+        self.guard = Guard(self.models, config.check_every, self.out)
         self.console.print(f"run directory: {self.out}")
 
     def __enter__(self) -> "Run":
@@ -235,7 +235,7 @@ class Run:
         saves: bool = False,
     ) -> None:
         step = issued.step
-        self._stop_if_stuck(record)
+        self.guard.watch(step, record, issued.batch)
         record |= self.evaluate(step) if evaluates else {}
         record |= self.save_roles(step) if saves else {}
         self.log.write(step, record)  # before: no checkpoint stands without its record
@@ -253,6 +253,7 @@ class Run:
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         self._plain_memory(step)
+        self.guard.ask(step)
         epoch = self.plan.source.epoch
         return Issued(step, start_s, epoch, batch, metrics, taken_seconds(), taken_spans())
 
@@ -268,6 +269,7 @@ class Run:
         except ValueError as error:
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         seconds = _seconds(calls := self._drained(step, issued.spans))
+        self.guard.judge(step)
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
@@ -317,18 +319,6 @@ class Run:
                 "%s_max=%g is above %g: rollout and training differ by more than rounding; "
                 "log-probs before the update are computed in every step from step %d on",
                 *(GAP, gap, LARGEST_GAP, step + 2),
-            )
-
-    def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
-        """Ends a run whose updates are refused again and again; its weights are still finite."""
-        ends = ("/skipped", "/pretrain_skipped")
-        kinds = [name.removesuffix("skipped") for name in record if name.endswith(ends)]
-        refused = any(record[f"{k}skipped"] > record.get(f"{k}empty", 0.0) for k in kinds)
-        self.refused = self.refused + 1 if refused else 0
-        if self.refused >= MAX_REFUSED:
-            raise RuntimeError(
-                f"{MAX_REFUSED} steps in a row had updates that were not finite (*/skipped in "
-                f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
             )
 
     def _samples(self, batch: Batch) -> dict[str, Any]:
@@ -381,6 +371,7 @@ class Run:
     def save_roles(self, step: int) -> dict[str, float]:
         """Writes every trained role's state; the checkpoint shows when it is committed."""
         start_s = time.perf_counter()
+        self.guard.check(step)
         folder, models = self.store.begin(step), self.models
         for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
             reply.result()

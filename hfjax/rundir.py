@@ -24,8 +24,8 @@ from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement
 
 FREE_ON_RESUME = (
-    *("deadline_s", "eval_every", "keep_last", "out", "placement", "resume", "runtime"),
-    *("save_every", "steps", "epochs", "tensorboard", "trace"),
+    *("check_every", "deadline_s", "eval_every", "keep_last", "out", "placement", "resume"),
+    *("runtime", "save_every", "steps", "epochs", "tensorboard", "trace"),
 )
 
 

@@ -66,6 +66,10 @@ class RoleHandle:
         second = self.__dict__.get("second_copy")
         if second and name in second.handle.methods:
             return partial(second.call, name)
+        return self.own(name)
+
+    def own(self, name: str) -> Callable[..., Any]:
+        """A method of this very copy, also where a second one has it too."""
         if name.startswith("_") or name not in self.methods:
             raise AttributeError(
                 f"role {self.role!r} has no method {name!r}; it has {', '.join(self.methods)}"
