@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends a run before harm is saved: wrong weights on some device, updates refused again and again."""
+"""Ends a run before harm is saved: weights that went wrong, updates refused again and again."""
 
 import json
 import logging

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong weights and numbers end a run, or a step, before they reach a checkpoint."""
 
-from collections.abc import Callable
+import dataclasses
+import socket
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -12,18 +13,20 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from algorithms import grpo, ppo, sft
+from algorithms import ppo, sft
 from hfjax.actor import Actor
 from hfjax.batch import Batch
 from hfjax.cli import main
 from hfjax.config import to_toml
-from hfjax.controller.worker import RoleError
+from hfjax.controller.handle import RoleHandle
+from hfjax.controller.worker import RoleContext, RoleError
 from hfjax.engine.checkpoint import CheckpointStore, restore_role
-from hfjax.engine.checks import CHANGED, NOT_FINITE
+from hfjax.engine.checks import CHANGED
 from hfjax.engine.train import OptimizerConfig, TrainState
 from hfjax.guard import MAX_REFUSED
 from hfjax.roles import saved_state
-from hfjax.run import train
+from hfjax.run import Run, train
+from meshes.layouts import TWO_COPIES
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
 from tests.fixtures import damaged, placed, write_tiny_hf
@@ -31,6 +34,9 @@ from tests.test_run import configured, records, tuning
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [13]]
 LR = {"optimizer": {"lr": 1e-3}}
+OPTIMIZER = OptimizerConfig(lr=1e-3)
+MOMENT = "opt_state.1.0.nu.final_norm"
+HOST = socket.gethostname()
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, column: str, value: float, steps: range) -> None:
@@ -56,12 +62,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, column: str, value: float, steps: 
 def saved(out: Path, role: str, step: int) -> TrainState:
     """A role's state in a checkpoint."""
     here = SingleDeviceSharding(jax.devices()[0])
-    shapes = saved_state(str(out.parent / "model"), "lm" if role == "actor" else "value", LR_ONLY)
+    shapes = saved_state(str(out.parent / "model"), "lm" if role == "actor" else "value", OPTIMIZER)
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     return restore_role(CheckpointStore(out / "checkpoints").path(step) / role, wanted)
-
-
-LR_ONLY = OptimizerConfig(lr=1e-3)
 
 
 def assert_finite(out: Path, *steps: int) -> None:
@@ -77,8 +80,8 @@ def on_two_replicas(folder: Path, **settings: Any) -> Any:
     model = write_tiny_hf(folder / "model")
     shape = MeshShape(data=2)
     placement = placed(folder / "two.toml", shape, "actor", "critic", "reference")
-    table: dict[str, Any] = {"actor": LR, "critic": LR, "check_every": 1}
-    return configured(ppo, folder, model, PROMPTS, placement=placement, **table | settings)
+    table: dict[str, Any] = {"actor": LR, "critic": LR, "check_every": 1, "placement": placement}
+    return configured(ppo, folder, model, PROMPTS, **table | settings)
 
 
 @pytest.mark.parametrize(
@@ -136,3 +139,113 @@ def test_updates_refused_again_and_again_end_the_run_with_the_last_batch(
         assert dump["response"].dtype.kind == "U"
         assert len(dump["row_id"]) == len(PROMPTS)
         assert '"actor/skipped": 1.0' in str(dump["metrics"])
+
+
+def flip_one_bit(values: np.ndarray) -> None:
+    """The lowest of the first value."""
+    values.reshape(-1)[:1].view("u4")[0] ^= 1
+
+
+class Flipping(Actor):
+    """An actor whose process `rank` finds another bit on its last device after update 3."""
+
+    def __init__(self, context: RoleContext, *, flips: int, **settings: Any) -> None:
+        self.flips, self.calls = context.rank == flips, 0
+        super().__init__(context, **settings)
+
+    def updated(self, trainer: Any, micros: Any) -> dict[str, Any]:
+        """The update, and then the fault."""
+        metrics = super().updated(trainer, micros)
+        self.calls += 1
+        if self.calls == 3 and self.flips:
+            state = self.held.state()
+            norm = damaged(state.params["final_norm"], -1, flip_one_bit)
+            params = state.params | {"final_norm": norm}
+            self.held.take(dataclasses.replace(state, params=params))
+        return metrics
+
+
+def flipping(rank: int) -> ModuleType:
+    """Fine-tuning with an actor that flips a bit."""
+
+    def roles(cfg: Any) -> dict[str, Any]:
+        actor = sft.roles(cfg)["actor"]
+        return {"actor": partial(Flipping, *actor.args, flips=rank, **actor.keywords)}
+
+    module = ModuleType("flipping")
+    vars(module).update(vars(sft), roles=roles)
+    return module
+
+
+@pytest.mark.parametrize(("every", "stops"), [(0, 4), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_a_bit_that_one_replica_flips_is_not_saved(tmp_path: Path, every: int, stops: int) -> None:
+    placement = placed(tmp_path / "four.toml", MeshShape(data=2, tensor=2), "actor")
+    config = tuning(tmp_path, steps=6, save_every=2, placement=placement, check_every=every)
+    wrong = rf"role 'actor', check_weights at step {stops} \(rank 0 of pool 'all' on host {HOST}\)"
+    wrong += r": params.final_norm on cpu:3 \(rank 0 on host .*\) differs from 3 other"
+    with pytest.raises(RoleError, match=wrong):
+        train(flipping(0), config)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [2]
+
+
+@pytest.mark.ray
+def test_the_process_whose_device_flipped_a_bit_is_named(tmp_path: Path) -> None:
+    placement = placed(tmp_path / "four.toml", MeshShape(data=2, tensor=2), "actor", processes=2)
+    config = tuning(tmp_path, steps=6, check_every=3, placement=placement, runtime="ray")
+    wrong = rf"check_weights at step 3 \(rank 1 of pool 'all' on host {HOST}\): params.final_norm"
+    with pytest.raises(
+        RoleError, match=rf"{wrong} on \S+ \(rank 1 on host {HOST}\) differs from 3"
+    ):
+        train(flipping(1), config)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == []
+
+
+def object_of(handle: RoleHandle) -> Any:
+    """A role of this process behind its handle."""
+    pool: Any = handle.pool
+    return pool.worker.roles[handle.role]
+
+
+def flip_a_moment(path: Any, leaf: jax.Array) -> jax.Array:
+    """Flips a bit on the first device of one array of a training state."""
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return damaged(leaf, 0, flip_one_bit) if name == MOMENT else leaf
+
+
+@pytest.mark.slow
+def test_every_copy_of_weights_is_checked(tmp_path: Path) -> None:
+    """Frozen ones too, and those that generate in a pool of their own."""
+    two = MeshShape(data=2)
+    roles = {
+        "actor": RolePlacement("actor", "all", train=two, generate_pool="other", relay=TWO_COPIES),
+        "critic": RolePlacement("critic", "all", train=two),
+        "reference": RolePlacement("reference", "all", infer=two),
+    }
+    placement = Placement({name: Pool(name, 2) for name in ("all", "other")}, roles)
+    (tmp_path / "pools.toml").write_text(placement.to_toml())
+    config = on_two_replicas(tmp_path, placement=str(tmp_path / "pools.toml"))
+    with Run(ppo, config) as run:
+        run.step(1)
+        run.guard.judge(1)
+        reference, critic = (object_of(run.models.handles[n]) for n in ("reference", "critic"))
+        second: Any = run.models.actor.second_copy
+        rollout = object_of(second.handle)
+        embed = damaged(reference.params["embed"], 1, flip_one_bit)
+        reference.params = reference.params | {"embed": embed}
+        rollout.params[0] = damaged(rollout.params[0], 1, flip_one_bit)
+        state = critic.held.state()
+        critic.held.take(jax.tree_util.tree_map_with_path(flip_a_moment, state))
+        with pytest.raises(RoleError) as told:
+            run.guard.check(2)
+    lines = str(told.value).splitlines()[:-1]
+    both = "should hold the same part and do not"
+    for line, parts in zip(
+        lines,
+        [
+            ("role 'critic'", f"{MOMENT} on cpu:0", "cpu:1", both),
+            ("role 'reference'", "embed on cpu:1", CHANGED),
+            ("role 'actor'", "pool 'other'", "embed on cpu:2", "cpu:3", both),
+        ],
+        strict=True,
+    ):
+        assert all(part in line for part in parts), line
