@@ -300,9 +300,9 @@ class Run:
     def _plain_memory(self, step: int) -> None:
         """The algorithm's memory as a checkpoint has it."""
         try:
-            self.models.memory = json.loads(json.dumps(self.models.memory))
-        except TypeError as error:
-            told = f"m.memory={self.models.memory!r} must be what JSON holds"
+            self.models.memory = json.loads(json.dumps(self.models.memory, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            told = f"m.memory={self.models.memory!r} must be what JSON holds, and finite"
             raise RuntimeError(f"step {step} of {self.algorithm.__name__}: {told}") from error
 
     def _watch_rollout(self, step: int, record: Mapping[str, float]) -> None:

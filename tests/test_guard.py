@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
 
 from algorithms import ppo, sft
 from hfjax.actor import Actor
@@ -21,7 +22,7 @@ from hfjax.config import to_toml
 from hfjax.controller.handle import RoleHandle
 from hfjax.controller.worker import RoleContext, RoleError
 from hfjax.engine.checkpoint import CheckpointStore, restore_role
-from hfjax.engine.checks import CHANGED
+from hfjax.engine.checks import CHANGED, NOT_FINITE
 from hfjax.engine.train import OptimizerConfig, TrainState
 from hfjax.guard import MAX_REFUSED
 from hfjax.roles import saved_state
@@ -186,6 +187,18 @@ def test_a_bit_that_one_replica_flips_is_not_saved(tmp_path: Path, every: int, s
     with pytest.raises(RoleError, match=wrong):
         train(flipping(0), config)
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [2]
+
+
+@pytest.mark.slow
+def test_files_with_numbers_that_are_none_are_found_in_the_first_step(tmp_path: Path) -> None:
+    config = tuning(tmp_path, steps=3, save_every=1)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(RoleError, match=f"step 1 .*: params.layers.w_up on cpu:0 .* {NOT_FINITE}"):
+        train(sft, config)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == []
 
 
 @pytest.mark.ray
