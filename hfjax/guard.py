@@ -64,7 +64,7 @@ class Guard:
 
         The weights are still finite then: those of the last update that was not refused.
         """
-        roles = list(_refusing(record))
+        roles = list(dict.fromkeys(_refusing(record)))
         self.refused = self.refused + 1 if roles else 0
         if not roles:
             return

@@ -227,12 +227,12 @@ def flip_a_moment(path: Any, leaf: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 def test_every_copy_of_weights_is_checked(tmp_path: Path) -> None:
-    """Frozen ones too, and those that generate in a pool of their own."""
+    """Frozen ones too, those that rest on the host, and those that generate in another pool."""
     two = MeshShape(data=2)
     roles = {
         "actor": RolePlacement("actor", "all", train=two, generate_pool="other", relay=TWO_COPIES),
-        "critic": RolePlacement("critic", "all", train=two),
-        "reference": RolePlacement("reference", "all", infer=two),
+        "critic": RolePlacement("critic", "all", train=two, offload=True),
+        "reference": RolePlacement("reference", "all", infer=two, offload=True),
     }
     placement = Placement({name: Pool(name, 2) for name in ("all", "other")}, roles)
     (tmp_path / "pools.toml").write_text(placement.to_toml())
