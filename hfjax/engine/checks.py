@@ -8,6 +8,7 @@ device sums up the bits that it holds, so that only the sums are compared.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -52,15 +53,7 @@ class Check:
         }
         self._devices = [(device.process_index, str(device)) for device in mesh.devices.flat]
         self._frozen, self._first = frozen, None
-        each_device = jax.shard_map(
-            lambda leaves: jnp.stack([_sums(x) for x in leaves])[None],
-            mesh=mesh,
-            in_specs=([sharding.spec for _, sharding in leaves],),
-            out_specs=PartitionSpec(AXES),
-            check_vma=False,
-        )
-        # not donated: the arrays live on; every process gets the sums of all
-        self._sums = jax.jit(each_device, out_shardings=replicated(mesh))
+        self._sums = partial(_all_sums, mesh, tuple(sharding.spec for _, sharding in leaves))
 
     def __call__(self, tree: Any) -> list[Fault]:
         """What is wrong; the same in every process, all of which must call this."""
@@ -83,6 +76,19 @@ class Check:
 
     def _named(self, mask_N: np.ndarray) -> tuple[tuple[int, str], ...]:
         return tuple(self._devices[n] for n in np.flatnonzero(mask_N))
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # of the module: compiled once for all models of a shape
+def _all_sums(mesh: Mesh, specs: tuple[PartitionSpec, ...], leaves: list[jax.Array]) -> jax.Array:
+    """(N, leaves, 2): the sums of every device's shards, in every process."""
+    sums_NL2 = jax.shard_map(
+        lambda shards: jnp.stack([_sums(x) for x in shards])[None],
+        mesh=mesh,
+        in_specs=(list(specs),),
+        out_specs=PartitionSpec(AXES),
+        check_vma=False,
+    )(leaves)
+    return jax.lax.with_sharding_constraint(sums_NL2, replicated(mesh))
 
 
 def _sums(x: jax.Array) -> jax.Array:
