@@ -49,7 +49,7 @@ def count_compiles() -> None:
     jax.monitoring.register_event_duration_secs_listener(count)
 
 
-def held() -> dict[str, float]:
+def footprint() -> dict[str, float]:
     """What this process holds, by name."""
     gc.collect()
     return {
@@ -61,7 +61,7 @@ def held() -> dict[str, float]:
     }
 
 
-class Held:
+class Weighed:
     """A role that says what its process holds."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,16 +69,16 @@ class Held:
         super().__init__(*args, **kwargs)
 
     @method(ONE_TO_ALL)
-    def held(self) -> dict[str, float]:
+    def footprint(self) -> dict[str, float]:
         """By name."""
-        return held()
+        return footprint()
 
 
-class HeldActor(Held, Actor):
+class WeighedActor(Weighed, Actor):
     """A policy, in the first pool."""
 
 
-class HeldCritic(Held, Critic):
+class WeighedCritic(Weighed, Critic):
     """A value function, in the second."""
 
 
@@ -87,7 +87,7 @@ def observed(every: int, marks: dict[int, dict[str, float]]) -> types.ModuleType
 
     def roles(cfg: Any) -> dict[str, Any]:
         table = ppo.roles(cfg)
-        for name, kind in (("actor", HeldActor), ("critic", HeldCritic)):
+        for name, kind in (("actor", WeighedActor), ("critic", WeighedCritic)):
             table[name] = partial(kind, *table[name].args, **table[name].keywords)
         return table
 
@@ -103,9 +103,9 @@ def observed(every: int, marks: dict[int, dict[str, float]]) -> types.ModuleType
 
 def everywhere(models: Any) -> dict[str, float]:
     """What the driver, every worker and the object store hold."""
-    found = {f"driver: {name}": value for name, value in held().items()}
+    found = {f"driver: {name}": value for name, value in footprint().items()}
     for role in (models.actor, models.critic):
-        for rank, mine in enumerate(role.held().result()):
+        for rank, mine in enumerate(role.footprint().result()):
             found |= {f"{role.pool.name}/{rank}: {name}": value for name, value in mine.items()}
     return found | {"object store: MB": store_used() / 1e6}
 

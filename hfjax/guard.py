@@ -71,11 +71,10 @@ class Guard:
         named = " and ".join(roles)
         log.warning("step %d: %s had updates that were not finite; they were left out", step, named)
         if self.refused >= MAX_REFUSED:
-            file = self._dump(step, record, batch)
             raise RoleError(
                 f"role {roles[0]!r}: {MAX_REFUSED} steps in a row, up to {step}, had updates that "
-                f"were not finite; the batch of the last is in {file} (np.load): look at its "
-                f"rewards and advantages, at learning rate and coefficients. {AFTER}"
+                f"were not finite; {self._dump(step, record, batch)}: look at its rewards and "
+                f"advantages, at learning rate and coefficients; {AFTER}"
             )
 
     def _ask(self, step: int) -> None:
@@ -84,13 +83,16 @@ class Guard:
         handles += [handle.second_copy.handle for handle in handles if handle.second_copy]
         self.waiting[step] = [(h, h.own(CHECK)()) for h in handles if CHECK in h.methods]
 
-    def _dump(self, step: int, record: Mapping[str, float], batch: Batch) -> Path:
-        """Columns by name, texts as NumPy has them, and the step's metrics as JSON."""
+    def _dump(self, step: int, record: Mapping[str, float], batch: Batch) -> str:
+        """Says where columns went by name, texts as NumPy has them, and the metrics as JSON."""
         columns = {name: _plain(column) for name, column in batch.resolved().items()}
         file = self.out / f"refused_step_{step:08d}.npz"
-        metrics = np.array(json.dumps(dict(record), default=float))
-        np.savez_compressed(file, allow_pickle=False, **columns, metrics=metrics)
-        return file
+        columns["metrics"] = np.array(json.dumps(dict(record), default=float))
+        try:
+            np.savez_compressed(file, allow_pickle=False, **columns)
+        except OSError as error:  # must not hide what it is about
+            return f"the batch of the last could not be written to {file} ({error})"
+        return f"the batch of the last is in {file} (np.load)"
 
 
 def _refusing(record: Mapping[str, float]) -> Iterator[str]:
@@ -122,6 +124,6 @@ def _told(handle: RoleHandle, step: int, fault: Fault) -> str:
 
 def _plain(column: Any) -> np.ndarray:
     """An array that needs no pickle: of objects that are no texts, their JSON."""
-    if isinstance(column, np.ndarray):
+    if isinstance(column, np.ndarray) and column.dtype != object:
         return column
     return np.array([x if isinstance(x, str) else json.dumps(x, default=str) for x in column])
