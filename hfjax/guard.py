@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hfjax.batch import Batch
-from hfjax.controller.handle import Models, Reply, RoleHandle
+from hfjax.controller.handle import Models, Reply, RoleHandle, own
 from hfjax.controller.worker import RoleError, describe
 from hfjax.engine.checks import CHANGED, DIFFERS, Fault
 
@@ -81,7 +81,7 @@ class Guard:
         self.models.step = self.last = step
         handles = list(self.models.handles.values())
         handles += [handle.second_copy.handle for handle in handles if handle.second_copy]
-        self.waiting[step] = [(h, h.own(CHECK)()) for h in handles if CHECK in h.methods]
+        self.waiting[step] = [(h, own(h, CHECK)()) for h in handles if CHECK in h.methods]
 
     def _dump(self, step: int, record: Mapping[str, float], batch: Batch) -> str:
         """Says where columns went by name, texts as NumPy has them, and the metrics as JSON."""
