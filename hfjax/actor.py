@@ -20,6 +20,7 @@ from hfjax.controller.protocol import (
     method,
 )
 from hfjax.controller.worker import RoleContext
+from hfjax.engine.checks import Check, Fault
 from hfjax.engine.decode import Decoder
 from hfjax.engine.exchange import Exchange, Side
 from hfjax.engine.hybrid import Relay
@@ -287,6 +288,7 @@ class Rollout(ModelRole):
         )
         placed, self.treedef = jax.tree.flatten(shardings(self.mesh, layout, self.axes))
         self.shardings = placed
+        self.check = Check(self.mesh, self.treedef.unflatten(placed))
         self.generation = Generation(
             *(rollout, self.config, self.mesh, layout),
             model=self.model,
@@ -297,11 +299,23 @@ class Rollout(ModelRole):
     @GENERATES
     def generate_sequences(self, shard: Shard, *, greedy: bool = False) -> Answer:
         """As the actor's, with the weights received."""
-        received = self.weights()
-        weights = self.treedef.unflatten([received[i] for i in range(len(self.shardings))])
-        columns = self.generation.columns(weights, shard, greedy=greedy)
+        columns = self.generation.columns(self.received(), shard, greedy=greedy)
         self.rest()
         return Answer(columns, shard.rows)
+
+    def received(self) -> Params:
+        """The weights that have come, as a tree."""
+        weights = self.weights()
+        return self.treedef.unflatten([weights[i] for i in range(len(self.shardings))])
+
+    @method(ONE_TO_ALL)
+    def check_weights(self) -> list[Fault]:
+        """What is wrong with the weights that have come, on any device: replicas, finiteness."""
+        if not self.params:
+            return []
+        found = self.check(self.received())
+        self.rest()
+        return found
 
     @method(ONE_TO_ALL)
     def receive_weights(self, bucket: int, *parcels: Any) -> None:

@@ -161,6 +161,7 @@ class RunConfig:
     keep_best: str = ""  # and that with the highest value of this metric, '-' before it: lowest
     on_save_error: Literal["stop", "continue"] = "stop"  # where a checkpoint cannot be written
     max_restarts: int = 0  # times a run goes on from its last checkpoint after a failure
+    check_every: int = 50  # steps between checks of weights on all devices; 0: before saves only
     eval_every: int = 0  # steps between evaluations; 0: before and after training only
     resume: bool = False  # continue from the newest whole checkpoint in out
     deadline_s: float = 1800.0  # longest wait for any call
@@ -169,7 +170,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")
-        for name in ("steps", "save_every", "eval_every", "seed", "max_restarts"):
+        for name in ("steps", "save_every", "check_every", "eval_every", "seed", "max_restarts"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):

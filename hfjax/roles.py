@@ -26,6 +26,7 @@ from hfjax.controller.protocol import (
 )
 from hfjax.controller.worker import RoleContext
 from hfjax.engine.checkpoint import Sums, restore_role, start_save
+from hfjax.engine.checks import Check, Fault
 from hfjax.engine.hybrid import Moves, Relay, Weights
 from hfjax.engine.microbatch import Stack, cut_micros
 from hfjax.engine.offload import to_device, to_host
@@ -141,6 +142,7 @@ class ModelRole:
             self.params = init_params(self.config, self.head, key, placed, dtype)
         elif loads:
             self.params = load_params(model, self.config, self.files_head(), placed, dtype)
+        self.check = Check(self.mesh, placed, frozen=True)
         self.rest()
 
     def make_replicas(self, placement: RolePlacement, devices: Sequence[jax.Device]) -> Replicas:
@@ -175,6 +177,13 @@ class ModelRole:
         self.rest()
         return found
 
+    @method(ONE_TO_ALL)
+    def check_weights(self) -> list[Fault]:
+        """What is wrong with the weights on any device: replicas, bits, finiteness."""
+        found = self.check(self.weights())
+        self.rest()
+        return found
+
 
 class TrainedRole(ModelRole):
     """A model with an optimizer; the training state is the only owner of its weights."""
@@ -206,8 +215,8 @@ class TrainedRole(ModelRole):
         self.first = self.trainer  # of a call's first mini-batch
         self.saved = saved_state(self.model, self.head, training.optimizer)
         self.writing: Future[Sums] | None = None
+        abstract = self.trainer.abstract_state()
         if checkpoint:
-            abstract = self.trainer.abstract_state()
             state = restore_role(checkpoint, abstract, self.saved)
         else:
             state = self.trainer.init_state(self.params)
@@ -216,6 +225,7 @@ class TrainedRole(ModelRole):
         scoring = Moves(self.replicas, self.scoring) if own else None
         relay, offload = self.make_relay(), self.placement.offload
         self.held = Weights(self.replicas, state, relay, scoring, offload=offload)
+        self.check = Check(self.mesh, jax.tree.map(lambda x: x.sharding, abstract))
 
     def make_trainer(self, loss: LossFn, columns: tuple[str, ...], **options: Any) -> Trainer:
         """The update of this model's state under a loss, at the run's temperature by default."""
@@ -277,6 +287,14 @@ class TrainedRole(ModelRole):
         named = finalize(metrics).items()
         own = {x if "/" in x else f"{self.role}/{kind}{x}": number for x, number in named}
         return Answer({}, shard.rows, own)
+
+    @method(ONE_TO_ALL)
+    def check_weights(self) -> list[Fault]:
+        """What is wrong with master weights and moments on any device: replicas, finiteness."""
+        state = self.held.state()
+        found = self.check(state)
+        self.held.take(state)
+        return found
 
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:

@@ -22,6 +22,7 @@ from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
+from hfjax.guard import Guard
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     GAP,
@@ -48,8 +49,6 @@ from hfjax.timeline import Timeline, stage_seconds
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
-
-MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
 
 def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) -> Path:
@@ -134,7 +133,6 @@ class Run:
         """Everything that can be wrong is looked for before a process starts."""
         self.algorithm, self.config, self.restarts = algorithm, config, restarts
         self.console = Console(soft_wrap=True, highlight=False)
-        self.refused = 0
         self.record: Mapping[str, float] = {}  # of the last step
         self.ahead: Issued | None = None  # the last step, while its record is not written
         with ExitStack() as scope:
@@ -189,6 +187,7 @@ class Run:
             *(self.store, self.models, plan.trained, self.done),
             *(config.on_save_error, self.log.flush),
         )
+        self.guard = Guard(self.models, config.check_every, self.out)
 
     def __enter__(self) -> "Run":
         return self
@@ -263,7 +262,7 @@ class Run:
         saves: bool = False,
     ) -> None:
         step = issued.step
-        self._stop_if_stuck(record)
+        self.guard.watch(step, record, issued.batch)
         record |= self.evaluate(step) if evaluates else {}
         record |= self.save(step, record) if saves else {}
         if self.config.max_restarts:
@@ -283,6 +282,7 @@ class Run:
         except ValueError as error:  # no refusal of settings: it is past the time for these
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         self._plain_memory(step)
+        self.guard.ask(step)
         epoch = self.plan.source.epoch
         return Issued(step, start_s, epoch, batch, metrics, taken_seconds(), taken_spans())
 
@@ -298,6 +298,7 @@ class Run:
         except ValueError as error:
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
         seconds = stage_seconds(calls := self._drained(step, issued.spans))
+        self.guard.judge(step)
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
@@ -333,7 +334,7 @@ class Run:
             plain = json.dumps(self.models.memory, allow_nan=False)
             self.models.memory = json.loads(plain)
         except (TypeError, ValueError) as error:
-            told = f"m.memory={self.models.memory!r} must be what JSON holds"
+            told = f"m.memory={self.models.memory!r} must be what JSON holds, and finite"
             raise RuntimeError(f"step {step} of {self.algorithm.__name__}: {told}") from error
 
     def _watch_rollout(self, step: int, record: Mapping[str, float]) -> None:
@@ -350,18 +351,6 @@ class Run:
                 "%s_max=%g is above %g: rollout and training differ by more than rounding; "
                 "log-probs before the update are computed in every step from step %d on",
                 *(GAP, gap, LARGEST_GAP, step + 2),
-            )
-
-    def _stop_if_stuck(self, record: Mapping[str, float]) -> None:
-        """Ends a run whose updates are refused again and again; its weights are still finite."""
-        ends = ("/skipped", "/pretrain_skipped")
-        kinds = [name.removesuffix("skipped") for name in record if name.endswith(ends)]
-        refused = any(record[f"{k}skipped"] > record.get(f"{k}empty", 0.0) for k in kinds)
-        self.refused = self.refused + 1 if refused else 0
-        if self.refused >= MAX_REFUSED:
-            raise RuntimeError(
-                f"{MAX_REFUSED} steps in a row had updates that were not finite (*/skipped in "
-                f"{self.out}/metrics.jsonl); look at rewards, learning rate and coefficients"
             )
 
     def _samples(self, batch: Batch) -> dict[str, Any]:
@@ -413,6 +402,7 @@ class Run:
 
     def save(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
         """Begins the checkpoint of a step: roles, data cursor and the algorithm's memory."""
+        self.guard.check(step)
         memory = dict(self.models.memory)
         meta = {"step": step, "data": self.plan.source.state_dict(), "memory": memory}
         if self.plan.texts:

@@ -32,8 +32,8 @@ from meshes.placement import Placement
 log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = (
-    *("deadline_s", "eval_every", "keep_best", "keep_last", "max_restarts", "on_save_error"),
-    *("out", "placement", "resume", "runtime", "save_every", "steps", "epochs"),
+    *("check_every", "deadline_s", "eval_every", "keep_best", "keep_last", "max_restarts"),
+    *("on_save_error", "out", "placement", "resume", "runtime", "save_every", "steps", "epochs"),
     *("tensorboard", "trace"),
 )
 LOCK = "run.lock"

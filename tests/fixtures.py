@@ -3,10 +3,11 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -32,6 +33,15 @@ def slow_but(names: Iterable[Any], *quick: Any) -> list[Any]:
 def is_timing(name: str) -> bool:
     """Whether a metric may differ between two equal runs: it measures the machine."""
     return name.startswith(("timing_s/", "timing_per_token_ms/", "perf/"))
+
+
+def damaged(x: jax.Array, device: int, change: Callable[[np.ndarray], None]) -> jax.Array:
+    """The array with `change` made to the copy, or the part, that one of its devices holds."""
+    shards = [shard.data for shard in x.addressable_shards]
+    values = np.array(shards[device])
+    change(values)
+    shards[device] = jax.device_put(values, shards[device].sharding)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def tiny_config(**over: Any) -> ModelConfig:

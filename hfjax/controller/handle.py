@@ -71,12 +71,7 @@ class RoleHandle:
         second = self.__dict__.get("second_copy")
         if second and name in second.handle.methods:
             return partial(second.call, name)
-        if name.startswith("_") or name not in self.methods:
-            raise AttributeError(
-                f"role {self.role!r} has no method {name!r}; it has {', '.join(self.methods)}"
-            )
-        declared = self.methods[name]
-        return partial(self._call if declared.takes_batch else self._command, name, declared)
+        return own(self, name)
 
     def _call(
         self,
@@ -206,6 +201,16 @@ class RoleHandle:
         if self.pool.here:
             values = [self.models.calls.fetch(mine) for mine in values]
         return pieces, values
+
+
+def own(handle: RoleHandle, name: str) -> Callable[..., Any]:
+    """A method of this very copy of a role, also where its second copy has it too."""
+    if name.startswith("_") or name not in handle.methods:
+        raise AttributeError(
+            f"role {handle.role!r} has no method {name!r}; it has {', '.join(handle.methods)}"
+        )
+    declared = handle.methods[name]
+    return partial(handle._call if declared.takes_batch else handle._command, name, declared)
 
 
 class SecondCopy:

@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 Micro = Mapping[str, jax.Array]  # columns of one micro-batch on the devices
 
+# Where their float32 norm is finite gradients are below 1.9e19, and Adam's step before the learning
+# rate is below 1.9e19 / eps: within these no update of finite weights can overflow.
+LEAST_EPS, MOST = 1e-15, 1e3
+
 OVER_MICROS = {Mean: jnp.sum, Total: jnp.sum, Max: jnp.max, Min: jnp.min}
 
 
@@ -49,12 +53,20 @@ class OptimizerConfig:
     grad_clip: float = 1.0  # global norm; 0 = no clipping
 
     def __post_init__(self) -> None:
-        for name in ("lr", "weight_decay", "grad_clip"):
+        for name in ("lr", "weight_decay"):
             value = getattr(self, name)
-            _require(0 <= value < float("inf"), name, value, "be finite and at least 0")
-        _require(self.eps > 0, "eps", self.eps, "be above 0")
+            _require(0 <= value <= MOST, name, value, f"lie in [0, {MOST:g}]")
+        decay = f"be at most 1 / lr, with lr={self.lr:g}: decay shrinks weights"
+        _require(self.lr * self.weight_decay <= 1, "weight_decay", self.weight_decay, decay)
+        legal = 0 <= self.grad_clip < float("inf")
+        _require(legal, "grad_clip", self.grad_clip, "be finite and at least 0")
+        legal = LEAST_EPS <= self.eps <= MOST
+        _require(legal, "eps", self.eps, f"lie in [{LEAST_EPS:g}, {MOST:g}]")
         for name in ("beta1", "beta2"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "lie in [0, 1)")
+            value = getattr(self, name)
+            _require(
+                0 <= float(np.float32(value)) < 1, name, value, "lie in [0, 1), also in float32"
+            )
         names = ("constant", "linear", "cosine")
         _require(self.schedule in names, "schedule", self.schedule, f"be one of {names}")
         _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "be at least 0")

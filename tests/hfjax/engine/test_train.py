@@ -7,11 +7,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from hfjax.engine.microbatch import cut_micros, place_rows
 from hfjax.engine.scoring import Scorer, score_tokens
-from hfjax.engine.train import OptimizerConfig, Outputs
+from hfjax.engine.train import LEAST_EPS, MOST, OptimizerConfig, Outputs
 from hfjax.metrics import Max, Mean, finalize
 from hfjax.rl import Denominators, aggregate
 from meshes.mesh import MeshShape
@@ -406,10 +407,14 @@ def test_learning_rates():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr": -1.0}, "lr=-1.0 must be finite and at least 0"),
+        ({"lr": -1.0}, r"lr=-1.0 must lie in \[0, 1000\]"),
         ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": 1e39}, "lr=1e"),
+        ({"lr": 20.0, "weight_decay": 0.1}, "weight_decay=0.1 must be at most 1 / lr, with lr=20"),
         ({"beta2": 1.0}, r"beta2=1.0 must lie in \[0, 1\)"),
-        ({"eps": 0.0}, "eps=0.0 must be above 0"),
+        ({"beta1": 1 - 1e-9}, "beta1=0.999999999 must .* in float32"),
+        ({"eps": 0.0}, "eps=0.0 must lie in"),
+        ({"eps": 1e-40}, "eps=1e-40 must lie in"),
         ({"grad_clip": -1.0}, "grad_clip=-1.0"),
         ({"schedule": "step"}, "schedule='step' must be one of .*'cosine'"),
         ({"warmup_steps": -1}, "warmup_steps=-1"),
@@ -422,6 +427,22 @@ def test_learning_rates():
 def test_bad_settings_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         OptimizerConfig(**settings)
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.5, 0.999])
+def test_the_wildest_settings_keep_weights_finite(beta2):
+    """With every gradient whose norm is finite: large, tiny, zero, and large again."""
+    wild = {"lr": MOST, "weight_decay": 1 / MOST, "eps": LEAST_EPS, "grad_clip": 0.0}
+    tx = OptimizerConfig(**wild, beta1=0.9999999, beta2=beta2).transform()
+    params = np.float32([0, 1e-45, -1, 1e30])
+    state = tx.init(params)
+    for size in (1e-45, 1.8e19, 0, 1e-20, 1e-38, 1.8e19):
+        grads = np.float32(size) * np.float32([1, 0.1, -0.1, 0])
+        assert np.isfinite(optax.tree_utils.tree_norm(grads))
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
 
 
 def test_a_schedule_without_an_end_is_refused():
