@@ -101,6 +101,7 @@ class RewardConfig:
     workers: int = 2  # processes that run the function
     deadline_s: float = 30.0  # seconds one response may take
     on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training
+    memory_gb: float = 16.0  # a process may allocate; beyond, the function gets a MemoryError
 
     section: ClassVar[str] = "reward"
 
@@ -111,6 +112,8 @@ class RewardConfig:
         legal = 0 < self.deadline_s <= LONGEST_S
         rule = f"seconds above 0, at most {LONGEST_S:g}"
         _require(legal, f"{at}.deadline_s", self.deadline_s, rule)
+        legal = 0.25 <= self.memory_gb < 2**33
+        _require(legal, f"{at}.memory_gb", self.memory_gb, "0.25 or more: Python itself needs some")
         both = bool(self.function) and bool(self.model)
         rule = f"left out with {at}.model={self.model}, which scores instead; set one of the two"
         _require(not both, f"{at}.function", self.function, rule)

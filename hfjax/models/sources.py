@@ -2,6 +2,7 @@
 """Checkpoint files as named tensors that can be read in slices; checked before anything is read."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,9 +85,10 @@ def _files_of(directory: Path) -> dict[Path, list[str] | None]:
     else:
         raise ValueError(_no_weights(directory))
     for path, names in files.items():
-        if not path.exists():
-            first = f", e.g. {names[0]!r}" if names else ""
-            raise ValueError(f"{path} is missing: {INDEX} places {len(names or ())} tensors{first}")
+        if not os.path.isfile(path):  # also of a name that no file can have
+            placed = f"{INDEX} places {len(names or ())} tensors"
+            first = f", e.g. {names[0]!r:.100}" if names else ""
+            raise ValueError(f"{directory}/{path.name:.100} is missing: {placed}{first}")
     stray = sorted(path.name for path in set(directory.glob("*.safetensors")) - set(files))
     if stray:
         log.warning("%s: %s not part of the model, ignored", directory, ", ".join(stray))
