@@ -17,6 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from hfjax.files import printable
+
 STEP = "training/global_step"
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
 RESPONSE_STAGES = ("gen",)
@@ -330,6 +332,11 @@ def _json_line(record: Mapping[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False, default=str) + "\n"
 
 
+def make_console() -> Console:
+    """A console that shows brackets and colons as they are: paths and data may hold them."""
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
     """One step for the eye: stages with seconds and their share of the step, main numbers."""
     stages = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/")}
@@ -344,7 +351,7 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
         text.append("\n  " + " · ".join(parts), style="not bold dim")
     words = {k: v for k, v in CONSOLE_NAMES.items() if k in metrics}
     words = {k: v for k, v in words.items() if metrics[k] or not k.endswith("/failed")}
-    words |= {name: name for name in sorted(metrics) if name.startswith("val-core/")}
+    words |= {n: printable(n) for n in sorted(metrics) if n.startswith("val-core/")}  # of the data
     numbers = "   ".join(f"{word} {metrics[name]:.4g}" for name, word in words.items())
     text.append("\n  " + numbers if numbers else "", style="not bold")
     return text
@@ -365,7 +372,7 @@ class MetricLog:
         tensorboard: bool = True,
     ) -> None:
         self.out, self.steps = Path(out), steps
-        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.console = console or make_console()
         self.out.mkdir(parents=True, exist_ok=True)
         cut_to_step(self.out / "samples.jsonl", math.inf)
         self.last_step = cut_to_step(self.out / "metrics.jsonl", math.inf)

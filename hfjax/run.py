@@ -17,7 +17,6 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class, load_algorithm
@@ -35,6 +34,7 @@ from hfjax.metrics import (
     MetricLog,
     batch_metrics,
     finalize,
+    make_console,
     merge,
     sample_rows,
     taken_seconds,
@@ -142,7 +142,7 @@ class Run:
         self.done, self.store = find_run(self.out, config, about)
         if self.done:
             check_state(plan, self.store, self.done)
-        self.console = Console(soft_wrap=True, highlight=False)
+        self.console = make_console()
         self.refused = 0
         self.ahead: Issued | None = None  # the last step, while its record is not written
         self.console.print(plan.placement.table())
