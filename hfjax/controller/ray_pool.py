@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -217,6 +218,7 @@ class RayRuntime:
         # Ray's default of 15 starves the workers wherever anything else runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
+        on_term = signal.getsignal(signal.SIGTERM)  # which Ray replaces
         ray.init(
             address=address,
             num_cpus=processes if address == "local" else None,
@@ -226,6 +228,8 @@ class RayRuntime:
             logging_level=logging.ERROR,
         )
         self._owns_session = True
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_term)
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from algorithms import grpo
 from hfjax.algorithm import config_class
 from hfjax.config import from_dict, setting_names, to_toml
-from hfjax.engine.checkpoint import CheckpointStore, check_role, restore_role, save_role
+from hfjax.engine.checkpoint import check_role, restore_role, start_save
+from hfjax.engine.store import CheckpointStore
 from hfjax.models.hf import load_config, load_params
 from hfjax.prepare import prepare
 from hfjax.run import default_config
@@ -214,8 +215,9 @@ def write_checkpoint(folder: Path) -> list[Path]:
     alone = replicated(make_mesh(jax.devices()[:1], MeshShape()))
     store = CheckpointStore(folder / "run/checkpoints")
     store.make_root()
-    save_role(store.begin(2) / "actor", jax.device_put(STATE, alone))
-    store.commit(2, {"step": 2, "data": read_run(folder).source.state_dict(), "memory": {}})
+    sums = start_save(store.begin(2) / "actor", jax.device_put(STATE, alone)).result()
+    meta = {"step": 2, "data": read_run(folder).source.state_dict(), "memory": {}}
+    store.commit(2, meta, {"actor": sums})
     return sorted(path for path in (folder / "run").rglob("*") if path.is_file())
 
 
