@@ -10,6 +10,8 @@ import traceback
 import warnings
 from typing import Any
 
+from hfjax.files import printable
+
 COMMANDS = {
     "train": "train ALGORITHM [--config FILE.toml] [--model ...] [--SECTION.KEY VALUE ...]    "
     "ALGORITHM is ppo, grpo, dpo, ..., a module or a .py file; train ppo --help lists its settings",
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in HELP:
         print(USAGE)
         return 0
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, handlers=[_handler()])
     # Processes started here exec at once, so that JAX's threads cannot be caught in a fork.
     warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
     command, rest = arguments[0], arguments[1:]
@@ -57,14 +59,15 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
-        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
+        print(printable(f"hfjax {' '.join(arguments[:2])}: {error}"), file=sys.stderr)
         return 2
     except RoleError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
         if not error.refusal and error.__cause__:  # of a role in this process
-            traceback.print_exception(error.__cause__)
-        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
+            cause = "".join(traceback.format_exception(error.__cause__))
+            print(printable(cause), file=sys.stderr)
+        print(printable(f"hfjax {' '.join(arguments[:2])}: {error}"), file=sys.stderr)
         return 2 if error.refusal else 1
     except SaveError as error:
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
@@ -75,6 +78,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hfjax {command}: {told}", file=sys.stderr)
         return 128 + number
     return 0
+
+
+def _handler() -> logging.Handler:
+    """Warnings in a line; what models or files wrote in them steers no terminal."""
+
+    class Printable(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(Printable("%(levelname)s %(message)s"))
+    return handler
 
 
 def train(arguments: list[str]) -> None:

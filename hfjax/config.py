@@ -4,7 +4,6 @@
 import dataclasses
 import difflib
 import math
-import tomllib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,11 @@ import tomli_w
 
 from hfjax.engine.train import OptimizerConfig
 from hfjax.items import DataConfig
+from meshes.toml import NAME_CHARACTERS, shown, toml_file
+
+MOST_RESPONSES = 1 << 16  # a prompt
+MOST_WORKERS = 1024  # processes of one reward
+LONGEST_S = 1e7  # of a deadline: sockets and timers take no infinity
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,13 +40,15 @@ class RolloutConfig:
         return filters or self.min_new_tokens > 0
 
     def __post_init__(self) -> None:
-        _require(self.n >= 1, "rollout.n", self.n, "at least 1")
-        _require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "1 up")
+        _require(1 <= self.n <= MOST_RESPONSES, "rollout.n", self.n, f"1 to {MOST_RESPONSES}")
+        legal = 1 <= self.max_new_tokens < 2**31
+        _require(legal, "rollout.max_new_tokens", self.max_new_tokens, "1 or more, below 2**31")
         legal = 0 <= self.min_new_tokens <= self.max_new_tokens
         _require(legal, "rollout.min_new_tokens", self.min_new_tokens, "0 to max_new_tokens")
         legal = 0 <= self.temperature < math.inf
         _require(legal, "rollout.temperature", self.temperature, "0 (greedy) or more, and finite")
-        _require(self.top_k >= 0, "rollout.top_k", self.top_k, "0 (off) or a count")
+        legal = 0 <= self.top_k < 2**31
+        _require(legal, "rollout.top_k", self.top_k, "0 (off) or a count below 2**31")
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "in (0, 1]")
         _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "in [0, 1]")
         legal = not (self.ignore_eos and self.min_new_tokens)
@@ -95,13 +101,19 @@ class RewardConfig:
     workers: int = 2  # processes that run the function
     deadline_s: float = 30.0  # seconds one response may take
     on_error: Literal["fail", "skip"] = "fail"  # skip: the row is left out of training
+    memory_gb: float = 16.0  # a process may allocate; beyond, the function gets a MemoryError
 
     section: ClassVar[str] = "reward"
 
     def __post_init__(self) -> None:
         at = self.section
-        _require(self.workers >= 1, f"{at}.workers", self.workers, "at least 1")
-        _require(self.deadline_s > 0, f"{at}.deadline_s", self.deadline_s, "seconds above 0")
+        legal = 1 <= self.workers <= MOST_WORKERS
+        _require(legal, f"{at}.workers", self.workers, f"at least 1, at most {MOST_WORKERS}")
+        legal = 0 < self.deadline_s <= LONGEST_S
+        rule = f"seconds above 0, at most {LONGEST_S:g}"
+        _require(legal, f"{at}.deadline_s", self.deadline_s, rule)
+        legal = 0.25 <= self.memory_gb < 2**33
+        _require(legal, f"{at}.memory_gb", self.memory_gb, "0.25 or more: Python itself needs some")
         both = bool(self.function) and bool(self.model)
         rule = f"left out with {at}.model={self.model}, which scores instead; set one of the two"
         _require(not both, f"{at}.function", self.function, rule)
@@ -172,10 +184,13 @@ class RunConfig:
         _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")
         for name in ("steps", "save_every", "check_every", "eval_every", "seed", "max_restarts"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in ("steps", "epochs", "save_every", "eval_every", "keep_last"):
+            _require(getattr(self, name) < 2**31, name, getattr(self, name), "below 2**31")
         _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.deadline_s > 0, "deadline_s", self.deadline_s, "seconds above 0")
+        legal = 0 < self.deadline_s <= LONGEST_S
+        _require(legal, "deadline_s", self.deadline_s, f"seconds above 0, at most {LONGEST_S:g}")
 
 
 SECTIONS: dict[str, type] = {
@@ -191,13 +206,9 @@ SECTIONS: dict[str, type] = {
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table in a TOML file; a syntax error names the file, line and column."""
     try:
-        return tomllib.loads(Path(path).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"config={path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={path}: cannot be read as TOML: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
+        return toml_file(path)
+    except ValueError as error:
+        raise ValueError(f"config={error}") from error.__cause__
 
 
 def from_dict(cls: type, table: Mapping[str, Any], *, where: str, base: Any = None) -> Any:
@@ -217,7 +228,7 @@ def _from_table(cls: type, table: Mapping[str, Any], where: str, base: Any) -> A
         kind = hints[key]
         if dataclasses.is_dataclass(kind):
             if not isinstance(value, Mapping):
-                raise ValueError(f"{where}: {key}={value!r} must be a table [{key}]")
+                raise ValueError(f"{where}: {key}={shown(value)} must be a table [{key}]")
             inner = getattr(base, key)
             values[key] = _from_table(typing.cast(type, kind), value, f"{where} [{key}]", inner)
         else:
@@ -258,13 +269,14 @@ def check_names(cls: type, names: Iterable[str], *, where: str) -> None:
         same = [each.rpartition(".")[2] for each in legal if each.rpartition(".")[0] == section]
         at = f" in [{section}]" if section else ""
         raise ValueError(
-            f"{where}: unknown key '{name.removeprefix(f'{section}.')}'{at}; did you mean "
+            f"{where}: unknown key {shown(name.removeprefix(f'{section}.'))}{at}; did you mean "
             f"'{_nearest(key, section, legal)}'? legal keys{at}: {', '.join(sorted(same))}"
         )
 
 
 def _nearest(key: str, section: str, legal: Iterable[str]) -> str:
     """The likeliest meant: so named or nearly so, the same section first; learning_rate is lr."""
+    key = key[:NAME_CHARACTERS]
     initials = "".join(word[:1] for word in key.replace("-", "_").split("_"))
 
     def likeness(name: str) -> tuple[float, bool]:
@@ -301,19 +313,25 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value not in args:
-            raise ValueError(f"{where}={value!r}; use one of {', '.join(map(str, args))}")
+            legal = ", ".join(map(str, args))
+            raise ValueError(f"{where}={shown(value)}; use one of {legal}")
         return value
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{where}={value!r}; use a list")
+            raise ValueError(f"{where}={shown(value)}; use a list")
         return tuple(_typed(args[0], v, where) for v in value)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 10**300:
         return float(value)
     if type(value) is not kind:
-        raise ValueError(f"{where}={value!r} is {type(value).__name__}; use a {kind.__name__}")
+        found = type(value).__name__
+        raise ValueError(f"{where}={shown(value)} is {found}; use a {kind.__name__}")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"{where}={shown(value)} holds a NUL character, which no path may")
     return value
 
 
 def _require(legal: bool, name: str, value: Any, rule: str) -> None:
     if not legal:
-        raise ValueError(f"{name}={value}: must be {rule}")
+        raise ValueError(
+            f"{name}={value if isinstance(value, str) else shown(value)}: must be {rule}"
+        )

@@ -94,7 +94,14 @@ def load_items(
         raise ValueError(f"data.truncation={config.truncation!r} cuts prompts; use one of {legal}")
     table = read_rows(path, split)
     _require_columns(table, kind.needs(config))
-    items = table.convert(lambda row: kind.parse(row, tokenizer, config), config.bad_rows)
+
+    def parsed(row: Row) -> Any:
+        item = kind.parse(row, tokenizer, config)
+        if not item.ids:
+            raise ValueError("it has no tokens: nothing is left of its text")
+        return item
+
+    items = table.convert(parsed, config.bad_rows)
     limit = getattr(config, kind.limit)
     _warn_of_unknown(path, table, items, tokenizer)
     fitted = [(number, kind.fit(item, limit, config.truncation)) for number, item in items]
@@ -237,6 +244,8 @@ def _answered(row: Row, key: str, tokenizer: Tokenizer, config: DataConfig) -> E
         return Example(ids, [at >= start and is_trained for at, is_trained in enumerate(trained)])
     response = _text(row, key)
     prompt = tokenizer.encode(_text(row, config.prompt_key))
+    if not prompt:
+        raise ValueError(f"{config.prompt_key} has no tokens: nothing is left of its text")
     answer = [*tokenizer.encode(response, add_bos=False), *tokenizer.stop_ids]
     return Example(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 

@@ -17,6 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from hfjax.files import printable
+
 STEP = "training/global_step"
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
 RESPONSE_STAGES = ("gen",)
@@ -294,25 +296,31 @@ def cut_to_step(path: str | Path, step: float) -> int:
     -1 when nothing is left. A resumed run repeats the steps after its checkpoint: cut first, and
     each step stands once. The file is replaced whole, so a kill in the middle loses nothing.
     """
-    path, last_step = Path(path), -1
+    path = Path(path)
     if not path.exists():
-        return last_step
-    lines, kept = path.read_bytes().splitlines(), []
+        return -1
+    kept, last_step = records_until(path, step)
+    new = path.with_name(path.name + ".cut")
+    new.write_bytes(b"".join(kept))
+    os.replace(new, path)
+    return last_step
+
+
+def records_until(path: Path, step: float) -> tuple[list[bytes], int]:
+    """The lines of a JSONL file up to a step, a half-written last one left out; their last step."""
+    lines, kept, last_step = path.read_bytes().splitlines(), [], -1
     for number, line in enumerate(lines, 1):
         try:
             at = json.loads(line)[STEP]
             if at <= step:
                 kept.append(line + b"\n")
                 last_step = max(last_step, at)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number} is not a JSON object with {STEP!r}: remove that line"
                 ) from error
-    new = path.with_name(path.name + ".cut")
-    new.write_bytes(b"".join(kept))
-    os.replace(new, path)
-    return last_step
+    return kept, last_step
 
 
 def _plain(x: Any) -> Any:
@@ -330,6 +338,11 @@ def _json_line(record: Mapping[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False, default=str) + "\n"
 
 
+def make_console() -> Console:
+    """A console that shows brackets and colons as they are: paths and data may hold them."""
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
 def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
     """One step for the eye: stages with seconds and their share of the step, main numbers."""
     stages = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/")}
@@ -344,7 +357,7 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
         text.append("\n  " + " · ".join(parts), style="not bold dim")
     words = {k: v for k, v in CONSOLE_NAMES.items() if k in metrics}
     words = {k: v for k, v in words.items() if metrics[k] or not k.endswith("/failed")}
-    words |= {name: name for name in sorted(metrics) if name.startswith("val-core/")}
+    words |= {n: printable(n) for n in sorted(metrics) if n.startswith("val-core/")}  # of the data
     numbers = "   ".join(f"{word} {metrics[name]:.4g}" for name, word in words.items())
     text.append("\n  " + numbers if numbers else "", style="not bold")
     return text
@@ -366,7 +379,7 @@ class MetricLog:
     ) -> None:
         self.out, self.steps = Path(out), steps
         self._left: dict[str, str] = {}  # by file: lines that could not be written yet
-        self.console = console or Console(soft_wrap=True, highlight=False)
+        self.console = console or make_console()
         self.out.mkdir(parents=True, exist_ok=True)
         cut_to_step(self.out / "samples.jsonl", math.inf)
         self.last_step = cut_to_step(self.out / "metrics.jsonl", math.inf)

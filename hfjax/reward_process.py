@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker process of a reward pool: loads a function, calls it, checks what it returns."""
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -20,6 +24,8 @@ import numpy as np
 RewardFunction = Callable[..., Any]  # (prompts, responses, ground_truths) -> a score a response
 Texts = tuple[list[Any], ...]  # the function's arguments
 LAST_RESORT_S = 5.0  # a worker whose controller vanished ends itself this long after its deadline
+MOST_REASON = 8_000  # characters of a failure's account: its end, where the error stands
+PR_SET_PDEATHSIG = 1
 
 
 class Scored(NamedTuple):
@@ -92,7 +98,9 @@ def call_reward(function: RewardFunction, texts: Texts) -> Scored:
         scores = list(returned) if isinstance(returned, Iterable) else None
     except BaseException as error:  # sys.exit in a reward too is the reward's failure
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return Scored("row", [], "raised:\n" + "".join(lines))
+        told = "".join(lines)
+        cut = "" if len(told) <= MOST_REASON else "...\n"
+        return Scored("row", [], f"raised:\n{cut}{told[-MOST_REASON:]}")
     if scores is None or isinstance(returned, str | bytes):
         kind = type(returned).__name__
         return Scored("function", [], f"must return a list of {expected} scores, returned a {kind}")
@@ -114,18 +122,52 @@ def _is_score(value: Any) -> bool:
         return False
 
 
-def serve(descriptor: int, spec: str) -> None:
+def encoded(answer: Scored) -> bytes:
+    """An answer as it travels: no pickle, which would run what a function made of it."""
+    return json.dumps(answer).encode()
+
+
+def decoded(message: bytes, rows: int) -> Scored | None:
+    """The answer of a job of `rows` rows; None where the message is no such thing."""
+    try:
+        kind, scores, reason = json.loads(message)
+        wanted = rows if kind == "scores" else 0
+        known = kind in ("ready", "scores", "row", "function") and isinstance(reason, str)
+        whole = len(scores) == wanted and all(map(_is_score, scores))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return Scored(kind, scores, reason) if known and whole else None
+
+
+def _confine(memory_gb: float, controller: int) -> None:
+    """Bounds memory; the kernel takes this process before others, and when its controller dies."""
+    limit = min(int(memory_gb * 2**30), sys.maxsize)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if sys.platform == "linux":  # signals that the function takes over do not stop this one
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != controller:
+        os._exit(1)
+
+
+def serve(descriptor: int, spec: str, memory_gb: float, controller: int) -> None:
     """The worker process: loads the function, then answers jobs until the controller is gone."""
+    own = os.getpid()
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _confine(memory_gb, controller)
     try:
         function = load_reward(spec)
     except BaseException as error:
-        reason = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        connection.send(Scored("function", [], reason))
+        told = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        connection.send_bytes(encoded(Scored("function", [], told[-MOST_REASON:])))
         return
-    connection.send(Scored("ready", []))
+    connection.send_bytes(encoded(Scored("ready", [])))
     while True:
         try:
             allowed_s, texts = connection.recv()
@@ -134,5 +176,10 @@ def serve(descriptor: int, spec: str) -> None:
         # The kernel ends a process stuck in C code; the controller does so earlier if it lives.
         signal.setitimer(signal.ITIMER_REAL, allowed_s + LAST_RESORT_S)
         answer = call_reward(function, texts)
+        if os.getpid() != own:  # the function forked: only one of the two answers
+            os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(answer)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed it
+                stream.flush()
+        connection.send_bytes(encoded(answer))

@@ -11,31 +11,36 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from hfjax.config import RewardConfig
 from hfjax.controller.protocol import ONE_TO_ALL, Answer, Shard, method
 from hfjax.controller.worker import RoleContext
-from hfjax.reward_process import Scored, Texts
+from hfjax.files import printable
+from hfjax.reward_process import Scored, Texts, decoded
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 START_S = 120.0  # longest import of the function's module
 CHUNK_ROWS = 8  # smallest share of a batch for fast functions: less does not pay for a message
+MOST_ANSWER_BYTES = 1 << 26
+SHOWN_BYTES = 1 << 16  # of what a process prints
 SLOW_S = 0.01  # functions slower than this a row are shared out down to two rows
+# Not multiprocessing, which would import our main module.
 SERVE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from hfjax.reward_process import serve
-serve(int(sys.argv[2]), sys.argv[3])"""  # not multiprocessing: it would import our main module
+serve(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))"""
 
 
 class RewardError(RuntimeError):
@@ -56,8 +61,9 @@ class Job(NamedTuple):
 class _Worker:
     """One process, the job it has, and when that is due."""
 
-    def __init__(self, spec: str) -> None:
-        self._spec = spec
+    def __init__(self, spec: str, memory_gb: float) -> None:
+        self._spec, self._memory_gb = spec, memory_gb
+        self._rows = 0  # of the job sent last
         self._waiting: tuple[float, Texts] | None = None  # a job not sent yet: it is starting
         self.seconds = 0.0  # taken by the last job
         self._start()
@@ -80,12 +86,17 @@ class _Worker:
         blame = "row" if self._ready else "function"
         if readable:
             try:
-                answer: Scored = self.connection.recv()
+                message = self.connection.recv_bytes(MOST_ANSWER_BYTES)
             except BlockingIOError:  # sent in part only
                 return self._overran(blame)
             except (EOFError, OSError):
                 return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
             self.seconds = time.monotonic() - self._began
+            answer = decoded(message, self._rows)
+            expected = ("scores", "row", "function") if self._ready else ("ready", "function")
+            if answer is None or answer.kind not in expected:
+                self.stop()
+                return Scored(blame, [], "sent the controller something that is no answer")
             if answer.kind != "ready":
                 return answer
             self._ready = True
@@ -113,6 +124,7 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+        self._relay.join(1.0)  # what it printed comes before what is said of it
         self.connection.close()
         return status
 
@@ -120,20 +132,28 @@ class _Worker:
         """In a session of its own: Ctrl-C does not reach it, and one signal ends its children."""
         self.connection, theirs = Pipe()
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
-        self._ready = False
+        own = [str(theirs.fileno()), self._spec, str(self._memory_gb), str(os.getpid())]
+        self._ready, self._rows = False, 0
         self._allow(START_S)
         with theirs:
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [sys.executable, "-c", SERVE, path, str(theirs.fileno()), self._spec],
+                [sys.executable, "-c", SERVE, path, *own],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the devices are the trainer's
             )
+        assert self._process.stdout is not None
+        printed = self._process.stdout, self._spec
+        self._relay = threading.Thread(target=_relay, args=printed, daemon=True)
+        self._relay.start()
 
     def _send(self) -> None:
         assert self._waiting is not None
         self._allow(self._waiting[0])
+        self._rows = len(self._waiting[1][1])
         try:
             self.connection.send(self._waiting)
         except BlockingIOError:  # it does not read; advance() ends it when it is due
@@ -158,6 +178,19 @@ class _Worker:
     def _overran(self, blame: Literal["row", "function"]) -> Scored:
         self.stop()
         return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
+
+
+def _relay(printed: IO[bytes], spec: str) -> None:
+    """Shows the beginning of what a process prints and reads on: no print of it ever blocks."""
+    shown = 0
+    with printed:
+        while part := os.read(printed.fileno(), 1 << 16):
+            text = part[: max(0, SHOWN_BYTES - shown)].decode("utf-8", "replace")
+            if shown < SHOWN_BYTES <= shown + len(part):
+                text += f"\n{spec} printed more than {SHOWN_BYTES} bytes; the rest is not shown\n"
+            shown += len(part)
+            if text:
+                sys.stderr.write(printable(text))
 
 
 def _answers(busy: Collection[_Worker]) -> dict[_Worker, Scored]:
@@ -192,6 +225,7 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 30.0,
         on_error: Literal["fail", "skip"] = "fail",
+        memory_gb: float = RewardConfig.memory_gb,
         section: str = "reward",
     ) -> None:
         """`section` is that of its settings, which messages name."""
@@ -204,7 +238,7 @@ class RewardPool:
         self.function, self.deadline_s, self.section = function, deadline_s, section
         self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
-        self._workers = [_Worker(function) for _ in range(workers)]
+        self._workers = [_Worker(function, memory_gb) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
         try:
             for worker in self._workers:
@@ -236,7 +270,7 @@ class RewardPool:
             row = min(reasons)
             counts = f"{len(reasons)} of {len(scores)} rows failed"
             where = f"{self.section} {self.function}"
-            log.warning("%s: %s; row %d %s", where, counts, row, reasons[row])
+            log.warning("%s: %s; row %d %s", where, counts, row, printable(reasons[row]))
         return scores, failed
 
     def close(self) -> None:
@@ -267,13 +301,14 @@ class RewardPool:
                     scores[job.start : job.stop] = answer.scores
                     self._row_s += 0.5 * (worker.seconds / job.rows - self._row_s)
                 elif answer.kind == "function":
-                    raise RewardError(f"{where} {answer.reason}")
+                    raise RewardError(f"{where} {printable(answer.reason)}")
                 elif job.rows > 1:
                     jobs.extend(Job(row, row + 1) for row in range(job.start, job.stop))
                 elif self._skip:
                     reasons[job.start] = answer.reason
                 else:
-                    raise RewardError(f"{where}, row {job.start} {answer.reason}")
+                    told = printable(answer.reason)
+                    raise RewardError(f"{where}, row {job.start} {told}")
         return scores, reasons
 
     def _chunks(self, rows: int) -> list[Job]:
@@ -290,6 +325,7 @@ class RewardPool:
         return min(rows * self.deadline_s, self.deadline_s + 3.0 * rows * self._row_s)
 
 
+SETTINGS = ("workers", "deadline_s", "on_error", "memory_gb")  # of a pool
 READS = ("input_ids", "prompt_length", "length", "response_mask", "prompt", "ground_truth")
 
 
@@ -346,7 +382,7 @@ class FunctionCost(FunctionReward):
 
 def _pool(reward: RewardConfig, section: str, setting: str) -> RewardPool:
     """Processes of the function that a setting names."""
-    how = {name: getattr(reward, name) for name in ("workers", "deadline_s", "on_error")}
+    how = {name: getattr(reward, name) for name in SETTINGS}
     try:
         return RewardPool(getattr(reward, setting), section=section, **how)
     except ValueError as error:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import pyarrow.parquet
 
 from hfjax import arithmetic
+from hfjax.files import free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ EMBEDDED = {  # in place of a file
     "sums-pairs": arithmetic.preferences,
     "sums-pairs-random": arithmetic.random_preferences,
 }
+CELL_BYTES = 64  # of a Python value in a row
 SHOWN = 20  # row numbers in one message
 
 
@@ -93,10 +95,25 @@ def read_rows(path: str, split: Split = "train") -> Table:
 
 def _read_parquet(path: str) -> Table:
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file: {error}") from error
-    return Table(path, "row", list(enumerate(table.to_pylist())))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _check_declared(file.metadata)
+            rows = file.read().to_pylist()
+    except Exception as error:  # damaged files raise whatever the damage leads to
+        raise ValueError(f"{path}: not a parquet file that can be read: {error}") from error
+    return Table(path, "row", list(enumerate(rows)))
+
+
+def _check_declared(metadata: pyarrow.parquet.FileMetaData) -> None:
+    """Refuses rows that memory cannot hold: a few bytes may stand for any number of them."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    cells = metadata.num_rows * metadata.num_columns
+    needed = cells * CELL_BYTES + sum(group.total_byte_size for group in groups)
+    free = free_bytes()
+    if not 0 <= needed <= free:
+        raise ValueError(
+            f"it declares {metadata.num_rows} rows of {metadata.num_columns} columns, some "
+            f"{needed >> 20} MiB; {free >> 20} MiB are free"
+        )
 
 
 def _read_jsonl(path: str) -> Table:

@@ -14,7 +14,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from hfjax.algorithm import algorithm_name, config_class, load_algorithm
@@ -33,6 +32,7 @@ from hfjax.metrics import (
     MetricLog,
     batch_metrics,
     finalize,
+    make_console,
     merge,
     sample_rows,
     taken_seconds,
@@ -132,7 +132,7 @@ class Run:
     def __init__(self, algorithm: ModuleType, config: Any, restarts: int = 0) -> None:
         """Everything that can be wrong is looked for before a process starts."""
         self.algorithm, self.config, self.restarts = algorithm, config, restarts
-        self.console = Console(soft_wrap=True, highlight=False)
+        self.console = make_console()
         self.record: Mapping[str, float] = {}  # of the last step
         self.ahead: Issued | None = None  # the last step, while its record is not written
         with ExitStack() as scope:
@@ -153,7 +153,7 @@ class Run:
         if self.done:
             check_state(plan, self.store, self.done)
         elif config.resume:
-            self.console.print(f"{self.out} has no checkpoint yet: starting over", markup=False)
+            self.console.print(f"{self.out} has no checkpoint yet: starting over")
         check_best(config.keep_best, plan.held_out)
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())

@@ -21,7 +21,8 @@ from hfjax.algorithm import config_class, load_algorithm, main_role
 from hfjax.config import flat, from_dict, read_toml, to_toml
 from hfjax.engine.checkpoint import check_role, restore_role
 from hfjax.engine.store import CheckpointStore
-from hfjax.metrics import cut_to_step
+from hfjax.files import read_json
+from hfjax.metrics import cut_to_step, records_until
 from hfjax.models.hf import load_config, save_hf
 from hfjax.models.llama import abstract_params
 from hfjax.prepare import Plan
@@ -68,6 +69,9 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK):
         raise ValueError(f"out={out}: {parent} cannot be written; choose another directory")
+    for file in (out / "metrics.jsonl", out / "samples.jsonl"):
+        if file.exists():
+            records_until(file, 0)
     store = CheckpointStore(folder, config.keep_last, config.keep_best)
     done = store.latest() or 0
     if 0 < config.steps < done:
@@ -139,14 +143,30 @@ def open_directory(
 def began(out: Path, *, resume: bool) -> datetime:
     """When the run in `out` was first started: prompts carry no later date, also when resumed."""
     file = out / "run.json"
-    if resume and file.exists():
-        return datetime.fromisoformat(json.loads(file.read_text())["began"])
-    return datetime.now()
+    if not (resume and file.exists()):
+        return datetime.now()
+    found = _about(out)["began"]
+    try:
+        return datetime.fromisoformat(found)
+    except ValueError as error:
+        raise ValueError(f"{file}: began={found!r:.60} is no date and time") from error
+
+
+def _about(out: Path) -> dict[str, str]:
+    """What run.json says of a run."""
+    about = read_json(out / "run.json")
+    for name in ("algorithm", "model", "began"):
+        if not isinstance(about.get(name), str):
+            raise ValueError(
+                f"{out / 'run.json'}: {name}={about.get(name)!r:.60} must be a text: the file is "
+                "damaged; mend it or start a new run in another directory"
+            )
+    return about
 
 
 def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
     """Refuses to continue another run: only FREE_ON_RESUME may differ from its settings."""
-    saved = json.loads((out / "run.json").read_text())
+    saved = _about(out)
     pairs: dict[str, tuple[Any, Any]] = {name: (saved[name], about[name]) for name in about}
     if saved["algorithm"] != about["algorithm"]:
         was, now = pairs["algorithm"]
@@ -169,7 +189,7 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     run = Path(run)
     if not (run / "run.json").is_file():
         raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
-    about = json.loads((run / "run.json").read_text())
+    about = _about(run)
     algorithm = load_algorithm(about["algorithm"])
     file = run / "settings.toml"
     config = from_dict(config_class(algorithm), read_toml(file), where=str(file))

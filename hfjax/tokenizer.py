@@ -8,28 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import numpy as np
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import decoders, models, pre_tokenizers
+
+from hfjax.files import read_json, read_text
+from hfjax.models.gguf_file import read_metadata
+from hfjax.template import ChatTemplate
 
 Messages = Sequence[Mapping[str, Any]]
 GGUF_CONTROL = 3  # llama.cpp's token type for special tokens
-
-
-class _GenerationTag(Extension):
-    """Accepts `{% generation %}`: some templates mark the assistant's words with it."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Tokenizer:
@@ -53,7 +41,10 @@ class Tokenizer:
         self.eos_id = self._special_id("eos_token")
         self.pad_id = self._special_id("pad_token")
         self.unknown = getattr(backend.model, "unk_token", None)  # stands for what has no token
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ValueError("its vocabulary is empty")
+        self.vocab_size = 1 + max(ids)
         self.chat_template = _template_text(config.get("chat_template"))
         self.adds_bos = self._adds_bos()
 
@@ -74,7 +65,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of a text; with `add_bos`, one BOS in front if this tokenizer uses one."""
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._ids(text, specials=False)
         return self._with_bos(ids) if add_bos else ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -88,17 +79,12 @@ class Tokenizer:
 
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """The template's text of a conversation; any failure inside it is a ValueError."""
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                **{name: self._token(name) or "" for name in _SPECIALS},
-            )
-        except ValueError:
-            raise
-        except Exception as error:  # a template is foreign code: it may raise anything
-            raise ValueError(f"the chat template of {self._source} refused: {error}") from error
+        return self._template.render(
+            messages=messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            **{name: self._token(name) or "" for name in _SPECIALS},
+        )
 
     def encode_chat(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Ids of a conversation and which are trained: the assistant's, stop token included.
@@ -141,13 +127,16 @@ class Tokenizer:
 
     def _token(self, name: str) -> str | None:
         value = self._config.get(name)
-        return value["content"] if isinstance(value, Mapping) else value
+        token = value.get("content") if isinstance(value, Mapping) else value
+        if value is not None and not isinstance(token, str):
+            raise ValueError(f"{name}={value!r:.60} must be a text, or an object with its content")
+        return token
 
     def _special_id(self, name: str) -> int | None:
         token = self._token(name)
         token_id = self.id_of(token)
         if token is not None and token_id is None:
-            raise ValueError(f"{name}={token!r} of {self._source} is not in its vocabulary")
+            raise ValueError(f"{name}={token!r:.60} of {self._source} is not in its vocabulary")
         return token_id
 
     def _adds_bos(self) -> bool:
@@ -157,7 +146,14 @@ class Tokenizer:
         stated = self._config.get("add_bos_token")
         if isinstance(stated, bool):
             return stated
-        return self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
+        return self._ids("", specials=True)[:1] == [self.bos_id]
+
+    def _ids(self, text: str, *, specials: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=specials).ids
+        except Exception as error:  # half a surrogate pair; whatever tokenizer.json brings about
+            told = f"the tokenizer of {self._source} cannot read the text: {error}"
+            raise ValueError(told) from error
 
     def _with_bos(self, ids: list[int]) -> list[int]:
         if not self.adds_bos or self.bos_id is None or ids[:1] == [self.bos_id]:
@@ -165,16 +161,13 @@ class Tokenizer:
         return [self.bos_id, *ids]
 
     @cached_property
-    def _template(self) -> jinja2.Template:
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {self._source} has no chat template, so messages cannot be "
                 "rendered; add chat_template.jinja to the model folder or give plain strings"
             )
-        try:
-            return _environment(self._now).from_string(self.chat_template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self._source} is broken: {error}") from error
+        return ChatTemplate(self.chat_template, self._source, self._now)
 
 
 def check_vocabulary(actor: Tokenizer, reader: Tokenizer) -> None:
@@ -203,11 +196,25 @@ def load_tokenizer(path: str | Path, now: datetime.datetime | None = None) -> To
             f"model={str(path)!r} has no tokenizer.json; give a folder saved by transformers' "
             "save_pretrained with a fast tokenizer, or a .gguf file"
         )
-    config = _read_json(path / "tokenizer_config.json")
-    template = path / "chat_template.jinja"
+    config_file, template = path / "tokenizer_config.json", path / "chat_template.jinja"
+    config = read_json(config_file) if config_file.is_file() else {}
     if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), config, str(path), now)
+        config["chat_template"] = read_text(template)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{file} is no tokenizer: {error}") from error
+    return _named(path, backend, config, now)
+
+
+def _named(
+    path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], now: datetime.datetime | None
+) -> Tokenizer:
+    """The tokenizer; what its settings lack names its files."""
+    try:
+        return Tokenizer(backend, config, str(path), now)
+    except ValueError as error:
+        raise ValueError(f"tokenizer of model={str(path)!r}: {error}") from error
 
 
 def _load_gguf(path: Path, now: datetime.datetime | None) -> Tokenizer:
@@ -215,20 +222,25 @@ def _load_gguf(path: Path, now: datetime.datetime | None) -> Tokenizer:
 
     Without the Digits step numbers come out as other ids than the model was trained on.
     """
-    from gguf import GGUFReader  # only GGUF files need the package
-
     if not path.is_file():
         raise ValueError(f"model={str(path)!r} is not a file")
-    fields = {name: field.contents() for name, field in GGUFReader(str(path)).fields.items()}
+    fields = read_metadata(path)
     family = (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre"))
     if family != ("gpt2", "smollm"):
         raise ValueError(
             f"model={str(path)!r} has a GGUF tokenizer of family {family}; only "
             "('gpt2', 'smollm') is read, give others as a folder with tokenizer.json"
         )
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    tokens, merges, kinds = (
+        _listed(path, fields, name) for name in ("tokens", "merges", "token_type")
+    )
+    if len(kinds) != len(tokens):
+        raise ValueError(f"{path} has {len(tokens)} tokens and types of {len(kinds)}")
+    try:
+        pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
+        backend = tokenizers.Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, pairs))
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{path} has tokens and merges that are no tokenizer: {error}") from error
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -236,7 +248,6 @@ def _load_gguf(path: Path, now: datetime.datetime | None) -> Tokenizer:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    kinds = fields["tokenizer.ggml.token_type"]
     specials = [token for token, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL]
     backend.add_special_tokens([tokenizers.AddedToken(s, special=True) for s in specials])
     config = {
@@ -246,37 +257,31 @@ def _load_gguf(path: Path, now: datetime.datetime | None) -> Tokenizer:
     }
     names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
     for theirs, ours in names.items():
-        token_id = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+        token_id = fields.get(key := f"tokenizer.ggml.{theirs}_token_id")
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
+            raise ValueError(f"{path}: {key}={token_id!r:.60} is none of its {len(tokens)} tokens")
         config[ours] = None if token_id is None else tokens[token_id]
-    return Tokenizer(backend, config, str(path), now)
+    return _named(path, backend, config, now)
 
 
-def _environment(now: datetime.datetime) -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers sets it up, so that the same template gives the same text."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own tojson escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _listed(path: Path, fields: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of the tokenizer in GGUF's metadata: of texts, but for the types."""
+    found = fields.get(f"tokenizer.ggml.{name}")
+    found = found.tolist() if isinstance(found, np.ndarray) else found
+    kind = int if name == "token_type" else str
+    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        raise ValueError(f"{path}: tokenizer.ggml.{name} must be a list of {kind.__name__}")
+    return found
 
 
 def _template_text(value: Any) -> str | None:
     """The template itself, or the one named "default" of a list of named ones."""
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}.get("default")
-    return value
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[str, str] = {}
+    for entry in value if isinstance(value, list) else [None]:
+        fields = entry if isinstance(entry, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("name", "template")):
+            raise ValueError("chat_template must be a text, or a list of {name, template}")
+        named[fields["name"]] = fields["template"]
+    return named.get("default")

@@ -10,10 +10,19 @@ from typing import Any
 from meshes.layouts import SHARED, divisors, either
 from meshes.mesh import DATA, FSDP, PIPE, TENSOR, MeshShape
 from meshes.role import GENERATE_KEYS, RolePlacement
-from meshes.toml import bare_key, checked_table, did_you_mean, spelled, unknown_name
+from meshes.toml import (
+    bare_key,
+    checked_table,
+    did_you_mean,
+    shown,
+    spelled,
+    toml_file,
+    unknown_name,
+)
 
 PRESETS = Path(__file__).parent / "presets"
 PLATFORMS = ("cpu", "gpu")
+MOST_DEVICES = 1 << 20  # of a pool
 
 POOL_KEYS = ("devices", "processes")
 ROLE_KEYS = (
@@ -35,9 +44,10 @@ class Pool:
     def __post_init__(self) -> None:
         for key in POOL_KEYS:
             count = getattr(self, key)
-            if type(count) is not int or count < 1:
+            if type(count) is not int or not 1 <= count <= MOST_DEVICES:
                 raise ValueError(
-                    f"[pool.{self.name}] {key} = {count!r}: must be a whole number, 1 or more"
+                    f"[pool.{self.name}] {key} = {shown(count)}: must be a whole number from 1 to "
+                    f"{MOST_DEVICES}"
                 )
         if self.devices % self.processes:
             legal = either(divisors(self.devices))
@@ -248,19 +258,24 @@ def load_placement(source: str | Path, roles: Collection[str] | None = None) -> 
             f"placement {str(source)!r} is neither a file nor a preset{near}; "
             f"presets: {', '.join(preset_names())}"
         )
+    document = toml_file(path)
     try:
-        placement = parse_placement(path.read_text(encoding="utf-8"))
+        placement = parsed_placement(document)
         if roles is not None:
             placement = placement.only(roles) if is_preset else placement
             placement.check(roles)
-    except ValueError as error:  # a TOML error already says line and column
+    except ValueError as error:
         raise ValueError(f"placement {path}: {error}") from error
     return placement
 
 
 def parse_placement(text: str) -> Placement:
     """A placement from TOML text; unknown keys are errors."""
-    document = tomllib.loads(text)
+    return parsed_placement(tomllib.loads(text))
+
+
+def parsed_placement(document: dict[str, Any]) -> Placement:
+    """A placement from the table of its file."""
     platform = document.pop("platform", None)
     pools = {
         name: Pool(name, **checked_table(f"pool.{name}", table, POOL_KEYS, required=("devices",)))

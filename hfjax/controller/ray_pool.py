@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from hfjax.controller import probe
+from hfjax.controller import loopback, probe
 from hfjax.controller.pool import Pool, ProcessDied
 from hfjax.controller.worker import (
     Call,
@@ -48,7 +48,7 @@ class RayProcess:
         import ray
 
         address = ray.util.get_node_ip_address()
-        self.reserved = reserve_port()
+        self.reserved = reserve_port(address)
         return {
             "address": address,
             "host": socket.gethostname(),
@@ -59,6 +59,7 @@ class RayProcess:
 
     def join(self, pool: str, **world: Any) -> None:
         self.reserved.close()
+        loopback.bind_here(world["coordinator"])
         devices = join(**world)
         rank, processes = world["rank"], world["processes"]
         self.worker = Worker(pool, devices, rank=rank, processes=processes, local=False)
@@ -76,7 +77,7 @@ class RayProcess:
         return result if call.writes else result[0]
 
 
-def reserve_port() -> socket.socket:
+def reserve_port(address: str = "") -> socket.socket:
     """A bound socket for the coordinator: JAX dies of SIGSEGV when its port is taken meanwhile.
 
     It lies below the ports that outgoing connections use, which change hands at any time.
@@ -84,7 +85,7 @@ def reserve_port() -> socket.socket:
     for port in random.sample(COORDINATOR_PORTS, 100):
         reserved = socket.socket()
         try:
-            reserved.bind(("", port))
+            reserved.bind((address, port))
         except OSError:
             reserved.close()
             continue
@@ -138,6 +139,7 @@ class RayRuntime:
         self._scope.enter_context(_cpu_only())
 
     def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
+        loopback.stay_here()
         import ray
 
         if not ray.is_initialized():

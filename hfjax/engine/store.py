@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.engine.checkpoint import CHECKSUMS, file_sum, finish_save, sync, verify_role
+from hfjax.files import read_json
 
 META, MANIFEST = "meta.json", "manifest.json"
 FORMAT = 1
@@ -144,8 +145,10 @@ class CheckpointStore:
     def problem(self, step: int, *, contents: bool = False) -> str:
         """Why the checkpoint of a step cannot be used; empty if it can."""
         path = self.path(step)
+        if not (path / MANIFEST).exists():
+            return f"damaged ({MANIFEST} is missing)"
         try:
-            manifest = json.loads((path / MANIFEST).read_text())
+            manifest = read_json(path / MANIFEST)
             written, roles, files = manifest["format"], manifest["roles"], manifest["files"]
             if written != FORMAT:
                 return f"of format {written}, this hfjax reads {FORMAT},"
@@ -157,18 +160,18 @@ class CheckpointStore:
         except FileNotFoundError as error:
             return f"damaged ({Path(error.filename).relative_to(path)} is missing)"
         except ValueError as error:
-            return f"damaged ({str(error).removeprefix(f'checkpoint {path}/')})"
+            told = str(error).removeprefix("checkpoint ").removeprefix(f"{path}/")
+            return f"damaged ({told})"
         except (OSError, LookupError, TypeError, RecursionError) as error:
             return f"damaged ({MANIFEST}: {type(error).__name__}: {error})"
         return ""
 
     def load_meta(self, step: int) -> dict[str, Any]:
         """What was given to commit."""
-        path = self.path(step) / META
         try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"checkpoint file {path} cannot be read: {error}") from error
+            return read_json(self.path(step) / META)
+        except ValueError as error:
+            raise ValueError(f"checkpoint file {error}") from error
 
     def _tmp(self, step: int) -> Path:
         return self.path(step).with_name(self.path(step).name + TMP)

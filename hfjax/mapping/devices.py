@@ -3,7 +3,6 @@
 
 import itertools
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshes.layouts import either
-from meshes.toml import checked_table, did_you_mean, spelled
+from meshes.toml import checked_table, did_you_mean, spelled, toml_file
 
 MOST_DEVICES = 4096  # of a kind
 DEVICES = Path(__file__).with_name("devices.toml")
@@ -199,6 +198,6 @@ def _numbers(where: str, key: str, value: Any, count: int) -> tuple[float, ...]:
 @cache
 def _read(file: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"devices file {file}: {error}") from error
+        return toml_file(file)
+    except ValueError as error:
+        raise ValueError(f"devices file {error}") from error

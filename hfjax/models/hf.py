@@ -20,6 +20,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from safetensors.numpy import save
 
+from hfjax.files import read_json
+from hfjax.models.gguf_file import GGUFFile
 from hfjax.models.hf_config import hf_config, model_config
 from hfjax.models.hf_names import (
     EMBED,
@@ -32,11 +34,12 @@ from hfjax.models.hf_names import (
     letter_sizes,
 )
 from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
-from hfjax.models.sources import INDEX, SINGLE, GGUFFile, SafetensorsFiles, Source, tensor_names
+from hfjax.models.sources import INDEX, SINGLE, SafetensorsFiles, Source, tensor_names
 
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5 * 2**30  # of an exported file, as transformers
+WRITTEN = ("float32", "bfloat16", "float16", "float64")  # dtypes of exports
 COMPARED_ROWS = 4096  # of embedding and head at a time
 COPIED = (
     "generation_config.json",
@@ -89,7 +92,7 @@ def load_config(path: str | Path) -> ModelConfig:
     if path.suffix == ".gguf":
         return model_config(GGUFFile(path).config(), str(path))
     file = path if path.suffix == ".json" else path / "config.json"
-    raw = _read_json(file)
+    raw = read_json(file)
     return model_config(raw, str(file), head_bias=SCORE_BIAS in tensor_names(file.parent))
 
 
@@ -97,14 +100,19 @@ def generation_stop_ids(path: str | Path) -> tuple[int, ...]:
     """Ids that end a response: eos_token_id of generation_config.json joined with config.json's."""
     path = Path(path)
     if path.suffix == ".gguf":
-        found = [GGUFFile(path).config()]
+        found = {path: GGUFFile(path).config()}
     else:
         files = [path / "generation_config.json", path / "config.json"]
-        found = [_read_json(file) for file in files if file.exists()]
+        found = {file: read_json(file) for file in files if file.exists()}
     ids: list[int] = []
-    for raw in found:
+    for file, raw in found.items():
         eos = raw.get("eos_token_id")
-        ids += eos if isinstance(eos, list) else [] if eos is None else [eos]
+        named = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if wrong := [each for each in named if type(each) is not int or not 0 <= each < 2**31]:
+            raise ValueError(
+                f"{file}: eos_token_id={wrong[0]!r:.60}: must be a token's id, or some"
+            )
+        ids += named
     return tuple(dict.fromkeys(ids))
 
 
@@ -216,6 +224,11 @@ def _from_file(
 
 def _check(source: Source, cfg: ModelConfig, head: Head, entries: list[Entry]) -> None:
     """Every tensor is there with its shape, and none is there that we would leave out unawares."""
+    if cfg.layers > len(source.shapes):
+        raise ValueError(
+            f"{source.where} holds {len(source.shapes)} tensors, config.json says "
+            f"num_hidden_layers={cfg.layers}; they do not belong together"
+        )
     wanted = {name: shape for entry in entries for name, shape in file_shapes(cfg, entry).items()}
     missing = [name for name in wanted if name not in source.shapes]
     if missing:
@@ -310,8 +323,14 @@ def save_hf(
 def _source_dtype(source: Path | None) -> str:
     if source is None or source.suffix == ".gguf":
         return "float32"
-    raw = _read_json(source / "config.json")
-    return raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    raw = read_json(source / "config.json")
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in WRITTEN:
+        legal = ", ".join(WRITTEN)
+        raise ValueError(
+            f"{source}/config.json: dtype={dtype!r:.60} cannot be written; use {legal}"
+        )
+    return dtype
 
 
 def _write_json_files(
@@ -329,7 +348,7 @@ def _write_json_files(
     if source is not None and source.suffix == ".gguf":
         raw = GGUFFile(source).config()
     elif source is not None:
-        raw = _read_json(source / "config.json")
+        raw = read_json(source / "config.json")
         for file in COPIED:
             if (source / file).exists() and source.resolve() != out.resolve():
                 shutil.copyfile(source / file, out / file)
@@ -389,16 +408,6 @@ def _at(tree: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds a {type(found).__name__}: it must be an object, {{...}}")
-    return found
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -3,13 +3,15 @@
 
 import functools
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from hfjax.models.llama import Head, ModelConfig
-from hfjax.models.rope import KINDS, RopeScaling
+from hfjax.models.rope import KINDS, RopeScaling, inverse_frequencies
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +74,70 @@ ROPE_KEYS = {
     "truncate": "truncate",
 }
 
+# Settings that are read, and the most they may be: a damaged file must not size anything.
+MOST: dict[str, int] = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+    "original_max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+MOST_NUMBER = 1e30  # float32 holds it with room to multiply
+KINDS_OF: dict[str, tuple[type, ...]] = {
+    "rms_norm_eps": (int, float),
+    "rope_theta": (int, float),
+    "max_window_layers": (int,),
+    "tie_word_embeddings": (bool,),
+    "use_sliding_window": (bool,),
+    "layer_types": (list,),
+    "rope_scaling": (dict,),
+    "rope_parameters": (dict,),
+}
+WORDS: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
 
 def model_config(raw: Json, where: str, *, head_bias: bool = False) -> ModelConfig:
     """The ModelConfig of a config.json's content; `where` names the file in errors."""
+    _check_kinds(raw, where)
+    try:
+        return _model_config(raw, where, head_bias)
+    except ValueError as error:
+        raise ValueError(str(error) if where in str(error) else f"{where}: {error}") from error
+
+
+def _check_kinds(raw: Json, where: str) -> None:
+    """Refuses settings of another type, and sizes that no model has; null is as left out."""
+    for key, most in MOST.items():
+        value = raw.get(key)
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise ValueError(
+                f"{where}: {key}={value!r:.60}: must be a whole number from 1 to {most}"
+            )
+    for key, kinds in KINDS_OF.items():
+        value = raw.get(key)
+        if value is not None and type(value) not in kinds:
+            words = WORDS[kinds[-1]]
+            raise ValueError(f"{where}: {key}={value!r:.60}: must be {words}")
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = raw.get(key)
+        if value is not None and not 0 < value < MOST_NUMBER:
+            raise ValueError(f"{where}: {key}={value!r:.60}: must be above 0, below {MOST_NUMBER}")
+
+
+def _model_config(raw: Json, where: str, head_bias: bool) -> ModelConfig:
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(
             f"{where}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)}"
         )
@@ -95,17 +156,19 @@ def model_config(raw: Json, where: str, *, head_bias: bool = False) -> ModelConf
             "and head_dim is missing"
         )
     theta, scaling = _rope(raw, size("max_position_embeddings"), where)
+    head_dim = known.get("head_dim") or embed // heads
+    _check_frequencies(head_dim, theta, scaling, where)
     return ModelConfig(
         layers=size("num_hidden_layers"),
         embed=embed,
         heads=heads,
         kv_heads=known.get("num_key_value_heads") or heads,
-        head_dim=known.get("head_dim") or embed // heads,
+        head_dim=head_dim,
         mlp=size("intermediate_size"),
         vocab=size("vocab_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=float(known.get("rms_norm_eps", DEFAULT_EPS)),
+        norm_eps=float(known.get("rms_norm_eps") or DEFAULT_EPS),
         tied=bool(known.get("tie_word_embeddings", False)),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -113,6 +176,20 @@ def model_config(raw: Json, where: str, *, head_bias: bool = False) -> ModelConf
         max_positions=size("max_position_embeddings"),
         family=family,
     )
+
+
+def _check_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, where: str
+) -> None:
+    """Refuses rotary settings whose formula has no result."""
+    try:
+        with np.errstate(all="ignore"):
+            found, factor = inverse_frequencies(head_dim, theta, scaling)
+        usable = bool(np.isfinite(found).all()) and math.isfinite(factor)
+    except (ArithmeticError, ValueError):
+        usable = False
+    if not usable:
+        raise ValueError(f"{where}: rope_theta={theta} with {scaling} gives no rotary frequencies")
 
 
 def hf_config(cfg: ModelConfig, head: Head, dtype: Any, source: Json | None) -> Json:
@@ -191,17 +268,19 @@ def _warn_once(message: str) -> None:
 def _refuse_sliding_window(known: Mapping[str, Any], family: str, where: str) -> None:
     """Refuses a window that some layer uses and that is shorter than the longest row."""
     kinds = known.get("layer_types") or []
-    other = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    other = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
     if other:
-        raise ValueError(f"{where}: layer_types {other} are not supported; use 'full_attention'")
+        raise ValueError(
+            f"{where}: layer_types {other[:1]} are not supported; use 'full_attention'"
+        )
     if family == "llama" and "sliding_attention" not in kinds:
         return
     if family in ("qwen2", "qwen3"):
         slides = "sliding_attention" in kinds if kinds else _qwen_slides(known)
         if not slides:
             return
-    window, longest = known.get("sliding_window"), known["max_position_embeddings"]
-    if window is not None and window < longest:
+    window, longest = known.get("sliding_window"), known.get("max_position_embeddings")
+    if window is not None and longest is not None and window < longest:
         raise ValueError(
             f"{where}: sliding_window={window} is shorter than max_position_embeddings={longest} "
             "and windowed attention is not supported; rows of at most one window are exact: set "
@@ -212,7 +291,7 @@ def _refuse_sliding_window(known: Mapping[str, Any], family: str, where: str) ->
 def _qwen_slides(known: Mapping[str, Any]) -> bool:
     """Whether some layer at or above max_window_layers exists and windows are switched on."""
     on = bool(known.get("use_sliding_window", False))
-    return on and known["max_window_layers"] < known.get("num_hidden_layers", 0)
+    return on and (known.get("max_window_layers") or 0) < (known.get("num_hidden_layers") or 0)
 
 
 def _rope(raw: Json, max_positions: int, where: str) -> tuple[float, RopeScaling | None]:
@@ -229,9 +308,11 @@ def _rope(raw: Json, max_positions: int, where: str) -> tuple[float, RopeScaling
     turned = given.pop("partial_rotary_factor", None)
     if turned not in INERT["partial_rotary_factor"]:
         raise ValueError(f"{where}: partial_rotary_factor={turned} is not supported; only 1.0 is")
+    if not _is_number(theta) or theta <= 0:
+        raise ValueError(f"{where}: rope_theta={theta!r:.60}: must be a number above 0")
     if kind == "default":
         return float(theta), None
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(
             f"{where}: {spelled} kind {kind!r} is not supported; use 'default' or one of "
             f"{', '.join(KINDS)}"
@@ -239,10 +320,19 @@ def _rope(raw: Json, max_positions: int, where: str) -> tuple[float, RopeScaling
     return float(theta), _scaling(kind, given, raw, max_positions, f"{where}: {spelled}")
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < MOST_NUMBER
+
+
 def _scaling(kind: str, given: Json, raw: Json, max_positions: int, where: str) -> RopeScaling:
     unknown = sorted(set(given) - set(ROPE_KEYS))
     if unknown:
         raise ValueError(f"{where} has unknown keys {unknown}; {kind} reads {_keys_of(kind)}")
+    for key, value in given.items():
+        legal = type(value) is bool if key == "truncate" else _is_number(value)
+        if value is not None and not legal:
+            kind_of = "true or false" if key == "truncate" else "a number"
+            raise ValueError(f"{where}: {key}={value!r:.60}: must be {kind_of}")
     values = {ROPE_KEYS[key]: value for key, value in given.items() if value is not None}
     # As transformers: a key beside the dict wins over the one inside it.
     original = raw.get("original_max_position_embeddings") or values.get("original_positions")

@@ -3,12 +3,16 @@
 
 import importlib.metadata
 import json
+import resource
+import signal
+import time
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from hfjax.tokenizer import load_tokenizer
+from tests.fuzz.doors import forget_peak, peak_bytes
 
 SPECIALS = ["<pad>", "<s>", "</s>", "<u>", "<a>"]
 LETTERS = [chr(c) for c in range(ord("a"), ord("z") + 1)] + [" ", "\n"]
@@ -114,6 +118,70 @@ def test_template_faults_are_value_errors(tmp_path, template, message):
     tokenizer = write(tmp_path, chat_template=template)
     with pytest.raises(ValueError, match=message):
         tokenizer.render([{"role": "system", "content": "x"}], add_generation_prompt=True)
+
+
+HELD = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(99) %}"
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ENDLESS, "did not end within"),
+        ("{{ 10 ** (10 ** 8) }}", "refused.*more than 10000 bits"),
+        ("{{ messages[0].content|length ** 999999999 }}", "refused.*more than 10000 bits"),
+        ("{{ 'a' * 900000000 }}", "took more than 64 MiB"),
+        ("{{ '%900000000d' % 1 }}", "took more than 64 MiB"),
+        ("{{ 'a'|center(900000000) }}", "MiB"),
+        (HELD + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}", "took more than 64 MiB"),
+        ("{% for i in range(9999) %}{{ 'a' * 999 }}{% endfor %}", "characters of one conversation"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "broken"),
+        ("{{ messages[0].content.format(messages) }}{{ {}['a'].b }}", "refused"),
+    ],
+    ids=lambda text: text[:32],
+)
+def test_templates_have_bounds_of_time_memory_and_length(tmp_path, monkeypatch, template, message):
+    monkeypatch.setattr("hfjax.template.DEADLINE_S", 0.5)
+    before = signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_DATA)
+    tokenizer = write(tmp_path, chat_template=template)
+    held = peak_after(lambda: None)
+    grown = peak_after(lambda: refused(tokenizer, message)) - held
+    assert grown < 100 << 20
+    assert (signal.getsignal(signal.SIGALRM), resource.getrlimit(resource.RLIMIT_DATA)) == before
+    assert write(tmp_path, chat_template="a").render(ASK, add_generation_prompt=True) == "a"
+
+
+def peak_after(call):
+    forget_peak()
+    call()
+    return peak_bytes()
+
+
+def refused(tokenizer, message):
+    with pytest.raises(ValueError, match=message):
+        tokenizer.render(ASK, add_generation_prompt=True)
+
+
+def test_a_template_that_hung_once_is_not_waited_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfjax.template.DEADLINE_S", 0.5)
+    tokenizer = write(tmp_path, chat_template=ENDLESS)
+    began_s = time.monotonic()
+    for _ in range(50):
+        refused(tokenizer, "did not end within 0.5 s")
+    assert time.monotonic() - began_s < 5
+
+
+def test_an_alarm_that_was_set_before_a_template_still_rings(tmp_path):
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        write(tmp_path, chat_template="a").render(ASK, add_generation_prompt=True)
+        assert not rung
+        time.sleep(0.7)
+        assert rung
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_only_assistant_tokens_and_their_stop_are_trained(tmp_path):

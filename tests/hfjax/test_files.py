@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others wrote: JSON and TOML within bounds, texts that steer no terminal."""
+
+import io
+import logging
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hfjax import cli
+from hfjax.files import MOST_JSON_BYTES, printable, read_json
+from hfjax.metrics import console_block, make_console
+from meshes.toml import toml_file
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "cannot be read as JSON.*recursion"),
+        (b"\xff\xfe", "not text in UTF-8"),
+        (b'{"a": ' + b"9" * 6000 + b"}", "cannot be read as JSON.*4300 digits"),
+        (b"[1]", "holds a list"),
+        (b'{"a": 1}' + b" " * MOST_JSON_BYTES, "at most"),
+    ],
+    ids=lambda value: value[:9] if isinstance(value, bytes) else "",
+)
+def test_json_that_cannot_be_taken_is_refused_by_name(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "some.json").write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/some.json.*{message}"):
+        read_json(tmp_path / "some.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a = " + "[" * 5000, "recursion"),
+        ("a." * 50_000 + "a = 1", "line 1 has more than 100 dots"),
+        ("a = 1\n\nb = = 2", "line 3, column 5"),
+        ("# " + "x" * 2**20, "more than 262144 bytes"),
+    ],
+    ids=["deep", "dotted", "syntax", "long"],
+)
+def test_toml_that_cannot_be_taken_is_refused_by_name(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "some.toml").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/some.toml: not valid TOML.*{message}"):
+        toml_file(tmp_path / "some.toml")
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 [red]:smile: \u202eé\r\x9b31m"
+
+
+def test_texts_of_models_and_data_steer_no_terminal() -> None:
+    shown = printable(HOSTILE)
+    assert shown == "\\x1b[2J\\x1b]0;owned\\x07 [red]:smile: \\u202eé\\r\\x9b31m"
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    console.print(console_block({f"val-core/{HOSTILE}/score": 1.0}, 1))
+    assert shown in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()
+
+
+def test_warnings_and_refusals_of_the_command_line_are_shown_printable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", "ppo", "--model", HOSTILE]) == 2
+    error = capsys.readouterr().err
+    assert "\\x1b[2J" in error
+    assert not {"\x1b", "\x07", "\r"} & set(error)
+    record = logging.LogRecord("x", logging.WARNING, "", 1, "%s", (HOSTILE,), None)
+    assert cli._handler().format(record) == f"WARNING {printable(HOSTILE)}"
+
+
+def test_paths_with_brackets_are_printed_as_they_are() -> None:
+    console = make_console()
+    console.file = io.StringIO()
+    console.print("run directory: runs/[bold]:smile:")
+    assert console.file.getvalue() == "run directory: runs/[bold]:smile:\n"
