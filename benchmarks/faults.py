@@ -32,6 +32,7 @@ PLACEMENTS = ("one", "two", "processes")
 STEP = 5  # the fault's: one after the second checkpoint
 DEADLINE_S = 20.0  # of a call, where the fault is that it does not end
 DETECT_S = 15.0  # from a fault that shows itself to the end of the run
+PAUSE_S = 40.0
 DISK_MB = 64
 Act = Callable[[Victim], None]
 
@@ -109,6 +110,16 @@ def in_a_save(whom: Callable[[Victim], int]) -> Act:
         hit(victim, whom(victim))
 
     return act
+
+
+def pause_worker(victim: Victim) -> None:
+    """Longer than JAX's collectives wait by themselves."""
+    begins(victim)
+    pid = victim.workers()[-1]
+    os.kill(pid, signal.SIGSTOP)
+    go_on(victim)
+    time.sleep(PAUSE_S)
+    os.kill(pid, signal.SIGCONT)
 
 
 def kill_raylet(victim: Victim) -> None:
@@ -196,8 +207,8 @@ FAULTS = {
         told=("kill", "critic", 0),
         says=rf"role 'critic', update_critic at step {STEP} .*: the process died",
     ),
-    "late rank": Fault(
-        told=("late", "update", LAST), status=0, goes_on=True, within_s=60 + DETECT_S
+    "worker paused 40 s": Fault(
+        told=WAITS, act=pause_worker, status=0, goes_on=True, within_s=PAUSE_S + 2 * DETECT_S
     ),
     "driver killed": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL),
     "driver stopped, killed": Fault(told=WAITS, act=stop_and_kill_driver, status=-signal.SIGKILL),
@@ -264,8 +275,10 @@ FAULTS = {
         within_s=45,
         repair=Victim.add_node,
     ),
-    "raylet killed": Fault(told=WAITS, act=kill_raylet, says="the process died", within_s=45),
-    "GCS killed": Fault(told=WAITS, act=kill_gcs, within_s=120),
+    "raylet killed": Fault(  # Ray may end the driver before it has noticed
+        told=WAITS, act=kill_raylet, says=r"(?s)Ray's raylet on this host|Raylet is terminated.*"
+    ),
+    "GCS killed": Fault(told=WAITS, act=kill_gcs, says="Ray's gcs_server on this host .* is gone"),
 }
 
 

@@ -25,7 +25,6 @@ from hfjax.controller.protocol import Answer, Shard
 from hfjax.roles import Critic
 
 FAULT, ROWS = "HFJAX_FAULT", "HFJAX_ROWS"
-LATE_S = 40.0
 Settings = ppo.Settings
 
 
@@ -75,7 +74,6 @@ ACTIONS = {
     "exit": lambda: os._exit(3),
     "leave": exit,
     "hang": lambda: time.sleep(3600),
-    "late": lambda: time.sleep(LATE_S),
     "memory": eat_memory,
     "wait": wait,
 }

@@ -160,9 +160,9 @@ class Run:
         self.models.more_prompts = lambda: Batch(plan.source.next_batch())
         if texts := plan.texts:
             self.models.more_texts = lambda: Batch(texts.next_batch())
-        if self.done:
-            self.models.memory |= self.store.load_meta(self.done).get("memory", {})
         try:  # nothing is written before
+            if self.done:
+                self.models.memory |= self.store.load_meta(self.done).get("memory", {})
             self.store.make_root()
             open_directory(self.out, self.done, config, plan.placement, about)
             self.timeline = Timeline(self.out / "trace.json", self.done) if config.trace else None
@@ -178,8 +178,10 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.log.close()
-        self.models.shutdown()
+        try:
+            self.log.close()
+        finally:
+            self.models.shutdown()
 
     def train(self) -> None:
         """Steps from the last checkpoint, or from 0, to the end."""

@@ -322,7 +322,8 @@ def start(
     on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
     placement.check([role for role in builders if role not in on_driver])
     splits = {role: _split(placement, role, builders[role]) for role in placement.roles}
-    options = {"log_to_driver": log_to_driver} if runtime == "ray" else {}
+    ray = {"log_to_driver": log_to_driver, "deadline_s": deadline_s}
+    options: dict[str, Any] = ray if runtime == "ray" else {}
     world = RUNTIMES[runtime](placement.platform, **options)
     models = Models(world, deadline_s, group)
     try:

@@ -5,7 +5,6 @@ import importlib
 import logging
 import os
 import random
-import signal
 import socket
 import sys
 import time
@@ -18,9 +17,11 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from hfjax.controller import probe
+from hfjax.controller import probe, processes
 from hfjax.controller.pool import Pool, ProcessDied
+from hfjax.controller.processes import account, within
 from hfjax.controller.worker import (
+    LATER_S,
     Call,
     CallInfo,
     RoleError,
@@ -31,10 +32,10 @@ from hfjax.controller.worker import (
 from meshes import placement as spec
 
 RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
-FETCH_TIMEOUT_S = 600  # for values that are ready, perhaps on another host
-START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
+START_TIMEOUT_S = 180  # for the processes of all pools to start, then to meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
+CLOSE_TIMEOUT_S = 20  # for Ray to end its processes
 COORDINATOR_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below ephemeral ones
 RESOURCES = {"cpu": "CPU", "gpu": "GPU"}  # platform -> the Ray resource that counts its devices
 
@@ -60,7 +61,10 @@ class RayProcess:
         self.reserved.close()
         devices = join(**world)
         rank, processes = world["rank"], world["processes"]
-        self.worker = Worker(pool, devices, rank=rank, processes=processes, local=False)
+        limit_s = int(world["deadline_s"]) + LATER_S if world["platform"] == "cpu" else 0
+        self.worker = Worker(
+            pool, devices, rank=rank, processes=processes, local=False, limit_s=limit_s
+        )
 
     def build(self, role: str, builder: bytes, placement: Any) -> CallInfo:
         def unpacked(context: Any) -> Any:  # so that a builder that cannot load names its role
@@ -126,13 +130,23 @@ class RayRuntime:
     host. `platform` None takes GPUs where the cluster has any.
     """
 
-    def __init__(self, platform: str | None = None, *, log_to_driver: bool = True) -> None:
+    def __init__(
+        self,
+        platform: str | None = None,
+        *,
+        deadline_s: float = 1800.0,
+        log_to_driver: bool = True,
+    ) -> None:
+        """`deadline_s` bounds values on their way, and how long collectives wait for a peer."""
         self.platform, self.log_to_driver = platform, log_to_driver
+        self.deadline_s = deadline_s
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []
         self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
+        self._daemons: dict[str, int] = {}  # of a session of its own
+        self._address = ""  # of this host
         self._scope = ExitStack()
         self._scope.enter_context(_cpu_only())
 
@@ -141,6 +155,7 @@ class RayRuntime:
 
         if not ray.is_initialized():
             self._init(sum(pool.processes for pool in pools))
+        self._address = ray.util.get_node_ip_address()
         if self.platform is None:
             self.platform = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -159,6 +174,9 @@ class RayRuntime:
         """Which refs are done; waits up to `timeout_s` for the first to be."""
         import ray
 
+        for name, pid in self._daemons.items():
+            if not processes.alive(pid):
+                raise ProcessDied(f"Ray's {name} on this host (pid {pid}) is gone")
         remote = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
         if not remote:
             return [True] * len(refs)
@@ -175,14 +193,14 @@ class RayRuntime:
 
         remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
         try:
-            values = iter(ray.get(remote, timeout=FETCH_TIMEOUT_S))
+            values = iter(ray.get(remote, timeout=self.deadline_s))
         except exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RoleError) else error) from None
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise ProcessDied(str(error)) from None
         except exceptions.GetTimeoutError:
-            message = f"its result did not arrive within {FETCH_TIMEOUT_S} s"
+            message = f"its result did not arrive within deadline_s={self.deadline_s:g}"
             raise ProcessDied(message) from None
+        except exceptions.RayError as error:  # of an actor, a node, an object, or out of memory
+            raise ProcessDied(account(str(error))) from None
         return [next(values) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
 
     def share(self, value: Any) -> Any:
@@ -192,22 +210,30 @@ class RayRuntime:
 
     def close(self) -> None:
         """Ends every process of every pool and gives the reservation back."""
+        self._scope.close()
+        within(CLOSE_TIMEOUT_S, self._end_actors)
+        here = [hello["pid"] for hello in self._hellos if hello["address"] == self._address]
+        processes.end(here, KILL_TIMEOUT_S)
+        self.pools, self._actors, self._hellos, self._group = {}, [], [], None
+        self._daemons = {}
+        if self._owns_session:
+            import ray
+
+            self._owns_session = False
+            within(CLOSE_TIMEOUT_S, ray.shutdown)
+
+    def _end_actors(self) -> None:
+        """A session of the run's own ends with its reservations."""
         import ray
 
-        self._scope.close()
         if not ray.is_initialized():
             return
         for actor in self._actors:
             ray.kill(actor)
-        if self._group is not None:
+        if self._group is not None and not self._owns_session:
             ray.util.remove_placement_group(self._group)
-        self._end_stopped_processes(ray.util.get_node_ip_address())
-        self.pools, self._actors, self._hellos, self._group = {}, [], [], None
-        if self._owns_session:
-            ray.shutdown()
-            self._owns_session = False
 
-    def _init(self, processes: int) -> None:
+    def _init(self, cpus: int) -> None:
         import ray
 
         # A failure is reported once, by the driver, not again when its refs are dropped.
@@ -217,13 +243,15 @@ class RayRuntime:
         address = os.environ.get("RAY_ADDRESS") or "local"
         ray.init(
             address=address,
-            num_cpus=processes if address == "local" else None,
+            num_cpus=cpus if address == "local" else None,
             include_dashboard=False if address == "local" else None,
             namespace=f"hfjax-{uuid.uuid4().hex}",
             log_to_driver=self.log_to_driver,
             logging_level=logging.ERROR,
         )
         self._owns_session = True
+        if address == "local":
+            self._daemons = processes.daemons()
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray
@@ -250,7 +278,10 @@ class RayRuntime:
             num_gpus=devices if platform == "gpu" else 0,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": _python_path() | worker_environment(platform, devices)},
+            runtime_env={
+                "env_vars": _python_path()
+                | worker_environment(platform, devices, deadline_s=self.deadline_s)
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
@@ -273,6 +304,7 @@ class RayRuntime:
                     rank=rank,
                     processes=pool.processes,
                     coordinator=mine[0]["coordinator"],
+                    deadline_s=self.deadline_s,
                 )
                 for rank, actor in enumerate(self.pools[pool.name].actors)
             ]
@@ -298,15 +330,6 @@ class RayRuntime:
                 raise RuntimeError(f"{waiting[done[0]]}: did not {what}: {error}") from error
             del waiting[done[0]]
         return self.get(refs)
-
-    def _end_stopped_processes(self, address: str) -> None:
-        """Ends what is left on this host: a stopped process obeys nobody but SIGKILL."""
-        pids = [hello["pid"] for hello in self._hellos if hello["address"] == address]
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
 
 
 def check_feasible(
@@ -377,14 +400,6 @@ def _python_path() -> dict[str, str]:
     paths = [os.path.abspath(path) for path in sys.path]
     own = [path for path in paths if not os.path.realpath(path).startswith(shared)]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(own))}
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _packed(builder: Callable[..., Any]) -> bytes:
