@@ -92,8 +92,9 @@ def stop_and_kill_driver(victim: Victim) -> None:
 
 
 def interrupt(victim: Victim) -> None:
-    """Ctrl-C, as a terminal sends it; the step goes on."""
-    hit(victim, victim.process.pid, signal.SIGINT)
+    """Ctrl-C, which a terminal sends to all in the foreground; the step goes on."""
+    begins(victim)
+    os.killpg(victim.process.pid, signal.SIGINT)
     go_on(victim)
 
 
@@ -211,6 +212,9 @@ FAULTS = {
         told=WAITS, act=pause_worker, status=0, goes_on=True, within_s=PAUSE_S + 2 * DETECT_S
     ),
     "driver killed": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL),
+    "driver killed, on a cluster": Fault(
+        told=WAITS, act=kill_driver, status=-signal.SIGKILL, nodes=2, placements=("processes",)
+    ),
     "driver stopped, killed": Fault(told=WAITS, act=stop_and_kill_driver, status=-signal.SIGKILL),
     "driver killed in a save": Fault(
         act=in_a_save(lambda victim: victim.process.pid), status=-signal.SIGKILL
@@ -240,7 +244,7 @@ FAULTS = {
         told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=flip_byte
     ),
     "reward raises": Fault(
-        told=("raise", "reward", 3), says=f"{REWARD} raised.*ZeroDivisionError: told to fail"
+        told=("raise", "reward", 3), says=rf"{REWARD} raised:[\s\S]*ZeroDivisionError: told to fail"
     ),
     "reward sleeps": Fault(
         told=("hang", "reward", 3), says=f"{REWARD} took longer than 5 s", within_s=10 + DETECT_S
@@ -299,7 +303,7 @@ class Row:
 
     def line(self) -> str:
         return (
-            f"{self.fault:24}{self.placement:11}{self.status!s:>7}{self.seconds:9.1f}"
+            f"{self.fault:28}{self.placement:11}{self.status!s:>7}{self.seconds:9.1f}"
             f"{self.lost:6}{self.left:6}{self.gone_s:7.1f}{self.saved:6}  "
             f"{'as documented' if not self.wrong else 'WRONG: ' + '; '.join(self.wrong)}\n"
             f"    {self.said[:180]}"
@@ -307,7 +311,7 @@ class Row:
 
 
 HEAD = (
-    f"{'fault':24}{'placement':11}{'status':>7}{'seconds':>9}{'lost':>6}{'left':>6}{'gone s':>7}"
+    f"{'fault':28}{'placement':11}{'status':>7}{'seconds':>9}{'lost':>6}{'left':>6}{'gone s':>7}"
     f"{'saved':>6}  and resumed: records, samples, rows, weights"
 )
 
@@ -322,6 +326,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
         do, at, rank = fault.told
         told = {"do": do, "at": at, "step": STEP, "rank": last_rank(victim) if rank < 0 else rank}
     with ExitStack() as scope:
+        scope.callback(victim.left, 0.0)
         if fault.disk:
             scope.enter_context(own_disk(victim.out, DISK_MB))
         if fault.nodes:
@@ -351,8 +356,8 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
         elif fault.resumes and fault.equal:
             wrong += [f"differs: {what}" for what in differences(victim, whole)]
         wrong += [f"{name} is not finite" for name in victim.not_finite()]
-        resumed_left, _ = victim.left()
-        wrong += [f"{resumed_left} processes left after resuming"] if resumed_left else []
+        more, _ = victim.left()
+        wrong += [f"{more} processes left after resuming"] if more else []
     return Row(name, placed, status, said, seconds, lost, left, gone_s, saved, tuple(wrong))
 
 

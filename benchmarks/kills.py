@@ -17,6 +17,7 @@ from benchmarks.victims import Victim, differences
 PLACED = {"local": 2, "two": 1, "processes": 1}  # placement -> its share of the kills
 WHOM = ("driver", "worker", "save")  # in a save it is one of the other two
 SPAN_S = 8.0  # after its first step, within which a run is killed
+LATER_S = 0.5  # of a save
 
 
 class Killer:
@@ -26,7 +27,8 @@ class Killer:
         self.folder, self.placed, self.times = folder, placed, times
         self.over = {"steps": steps, "keep_last": 2}
         self.chance = random.Random(f"{seed} {placed}")
-        self.kills, self.runs = dict.fromkeys(WHOM, 0), 0
+        self.kills: dict[str, int] = dict.fromkeys(WHOM, 0)
+        self.runs = 0
         self.wrong: list[str] = []
         self.whole = Victim(folder / "whole", placed, self.over)
         start_s = time.monotonic()
@@ -55,41 +57,41 @@ class Killer:
     def once(self, victim: Victim) -> int | None:
         """Starts or resumes a run, kills it if that is still to be done; its exit status."""
         victim.start(resume=victim.begun())
-        whom = self.chance.choice(WHOM)
-        killed = self.total < self.times and self.kill(victim, whom)
-        self.kills[whom] += killed
+        killed = self.kill(victim) if self.total < self.times else ""
+        if killed:
+            self.kills[killed] += 1
         status = victim.end()
         if status == 1 and not killed:
             status = 3  # a failure of its own
         left, _ = victim.left()
         self.wrong += [f"kill {self.total}: {left} processes left"] if left else []
         print(
-            f"{self.placed:10} kill {self.total if killed else '-':>3} {whom if killed else '':7}"
+            f"{self.placed:10} kill {self.total if killed else '-':>3} {killed:7}"
             f"status {status!s:4} step {victim.last_step():3} saved {victim.saved():3}  "
             f"{victim.said()[:90]}",
             flush=True,
         )
         return status
 
-    def kill(self, victim: Victim, whom: str) -> bool:
-        """Ends one process of a run at some moment; False where the run ended before."""
+    def kill(self, victim: Victim) -> str:
+        """Ends one process of a run at some moment; what, and empty where the run ended before."""
+        whom = self.chance.choice(WHOM)
         after_s = self.chance.uniform(0.0, self.first_s + SPAN_S)
-        pick, later_s = self.chance.random(), self.chance.uniform(0.0, 1.0)
+        pick, later_s = self.chance.random(), self.chance.uniform(0.0, LATER_S)
         ends_s, saving = time.monotonic() + after_s, False
         while not saving if whom == "save" else time.monotonic() < ends_s:
             if victim.process.poll() is not None:
-                return False
+                return ""
             saving = bool(victim.saving(victim.saved() + 1))
             time.sleep(0.005)
-        if saving:
-            time.sleep(later_s)
+        time.sleep(later_s if saving else 0.0)
         workers = victim.workers() if whom == "worker" or (saving and pick < 0.5) else []
         pid = workers[int(pick * len(workers))] if workers else victim.process.pid
         if victim.process.poll() is not None:
-            return False
+            return ""
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        return True
+        return "save" if saving else "worker" if workers else "driver"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -225,10 +225,10 @@ class Victim:
         """The process that runs a program of Ray's."""
         return next(pid for pid, command in self.pids().items() if program in command.split(" ")[0])
 
-    def left(self) -> tuple[int, float]:
-        """How many processes are there when LEFT_S are over, and when the last went; ends them."""
+    def left(self, within_s: float = LEFT_S) -> tuple[int, float]:
+        """How many processes do not end within that time, and when the last went; ends them."""
         start_s = time.monotonic()
-        while (found := self.pids()) and time.monotonic() - start_s < LEFT_S:
+        while (found := self.pids()) and time.monotonic() - start_s < within_s:
             time.sleep(0.05)
         took_s = time.monotonic() - start_s
         for pid in found:

@@ -161,6 +161,7 @@ class RunConfig:
     eval_every: int = 0  # steps between evaluations; 0: before and after training only
     resume: bool = False  # continue from the newest whole checkpoint in out
     deadline_s: float = 1800.0  # longest wait for any call
+    start_deadline_s: float = 180.0  # longest wait for the pools' processes to start, and to meet
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     trace: bool = False  # write every call's begin, end, rows, tokens and bytes to trace.json
 
@@ -171,7 +172,9 @@ class RunConfig:
         _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.deadline_s > 0, "deadline_s", self.deadline_s, "seconds above 0")
+        for name in ("deadline_s", "start_deadline_s"):
+            legal = 0 < getattr(self, name) < math.inf
+            _require(legal, name, getattr(self, name), "seconds above 0, and finite")
 
 
 SECTIONS: dict[str, type] = {

@@ -25,7 +25,7 @@ from meshes.placement import Placement
 
 FREE_ON_RESUME = (
     *("deadline_s", "eval_every", "keep_last", "out", "placement", "resume", "runtime"),
-    *("save_every", "steps", "epochs", "tensorboard", "trace"),
+    *("save_every", "start_deadline_s", "steps", "epochs", "tensorboard", "trace"),
 )
 
 

@@ -136,6 +136,8 @@ class Calls:
             return self.runtime.get(refs)
         except (RoleError, ProcessDied) as error:  # its own report may come a moment later
             self._poll([], GRACE_S)
+            if isinstance(error, ProcessDied):
+                self._stop(RoleError(f"{self._oldest()}a column is lost: {error}"))
             raise error
 
     def finish(self, call: PendingCall, timeout_s: float | None = None) -> list[CallInfo]:

@@ -32,7 +32,6 @@ from hfjax.controller.worker import (
 from meshes import placement as spec
 
 RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
-START_TIMEOUT_S = 180  # for the processes of all pools to start, then to meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
 CLOSE_TIMEOUT_S = 20  # for Ray to end its processes
@@ -135,11 +134,12 @@ class RayRuntime:
         platform: str | None = None,
         *,
         deadline_s: float = 1800.0,
+        start_deadline_s: float = 180.0,
         log_to_driver: bool = True,
     ) -> None:
-        """`deadline_s` bounds values on their way, and how long collectives wait for a peer."""
+        """`deadline_s` bounds values on their way, `start_deadline_s` the processes' start."""
         self.platform, self.log_to_driver = platform, log_to_driver
-        self.deadline_s = deadline_s
+        self.deadline_s, self.start_deadline_s = deadline_s, start_deadline_s
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []
         self._hellos: list[dict[str, Any]] = []
@@ -259,10 +259,11 @@ class RayRuntime:
         platform = str(self.platform)
         bundles = [_bundle(pool, platform) for pool in pools for _ in range(pool.processes)]
         self._group = ray.util.placement_group(bundles, strategy="PACK")
-        if not self._group.wait(RESERVE_TIMEOUT_S):
+        limit_s = min(RESERVE_TIMEOUT_S, self.start_deadline_s)
+        if not self._group.wait(limit_s):
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise ValueError(
-                f"{_request(pools, platform)}: not free within {RESERVE_TIMEOUT_S} s; the cluster "
+                f"{_request(pools, platform)}: not free within {limit_s:g} s; the cluster "
                 f"has {_total(ray.cluster_resources())}, now available {_total(free)}; "
                 "end other jobs or give the pools less"
             )
@@ -305,6 +306,7 @@ class RayRuntime:
                     processes=pool.processes,
                     coordinator=mine[0]["coordinator"],
                     deadline_s=self.deadline_s,
+                    start_deadline_s=self.start_deadline_s,
                 )
                 for rank, actor in enumerate(self.pools[pool.name].actors)
             ]
@@ -314,20 +316,27 @@ class RayRuntime:
     def _wait(self, what: str, pools: Sequence[spec.Pool], refs: list[Any]) -> list[Any]:
         """Values of a call to every process, in the pools' order; an error says which it was."""
         import ray
+        from ray import exceptions
 
-        names = [f"rank {r} of pool {p.name!r}" for p in pools for r in range(p.processes)]
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        waiting = dict(zip(refs, names, strict=True))
+        hosts = [f" on host {host}" for pool in self.pools.values() for host in pool.hosts]
+        hosts = hosts or [""] * len(refs)  # not known yet
+        ranks = [f"rank {r} of pool {p.name!r}" for p in pools for r in range(p.processes)]
+        limit_s = self.start_deadline_s
+        ends_s = time.monotonic() + limit_s
+        waiting = dict(zip(refs, map("".join, zip(ranks, hosts, strict=True)), strict=True))
         while waiting:
             left_s = max(0.0, ends_s - time.monotonic())
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
             if not done:
                 late = ", ".join(waiting.values())
-                raise RuntimeError(f"{late}: did not {what} within {START_TIMEOUT_S} s")
+                raise RoleError(f"{late}: did not {what} within start_deadline_s={limit_s:g}")
             try:
                 self.get(done)
-            except Exception as error:
-                raise RuntimeError(f"{waiting[done[0]]}: did not {what}: {error}") from error
+            except exceptions.RayTaskError as error:
+                told = f"{type(error.cause).__name__}: {error.cause}\n\n{error.traceback_str}"
+                raise RoleError(f"{waiting[done[0]]}: did not {what}: {told}") from None
+            except ProcessDied as error:
+                raise RoleError(f"{waiting[done[0]]}: did not {what}: {error}") from None
             del waiting[done[0]]
         return self.get(refs)
 

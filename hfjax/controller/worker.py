@@ -32,7 +32,6 @@ BUILD = "build"  # the method name under which errors and records show a role's 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}  # platform -> JAX_PLATFORMS
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-JOIN_TIMEOUT_S = 60
 # How long a collective between CPU processes waits for a peer; JAX's own limits are 30 to 100 s.
 COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
@@ -149,6 +148,7 @@ def join(
     processes: int,
     coordinator: str,
     deadline_s: float = 1800.0,
+    start_deadline_s: float = 180.0,
 ) -> tuple["jax.Device", ...]:
     """Makes this process one of `processes` of `devices` devices each; all devices, by process."""
     environment = worker_environment(platform, devices, deadline_s=deadline_s)
@@ -163,7 +163,7 @@ def join(
         # Where heartbeats fail first, JAX ends the processes that are well.
         jax.distributed.initialize(
             *(coordinator, processes, rank),
-            initialization_timeout=JOIN_TIMEOUT_S,
+            initialization_timeout=int(start_deadline_s),
             heartbeat_timeout_seconds=_limit_s(deadline_s),
         )
     found = len(jax.local_devices())

@@ -130,6 +130,12 @@ def test_what_all_pools_need_and_lost_is_named_with_the_call_that_waits(script: 
     assert ended == ["pools"]
 
 
+def test_a_column_that_is_lost_after_its_call_ended_is_no_bare_error(script: Script) -> None:
+    calls = Calls(script, 100.0, lambda: None)
+    with pytest.raises(RoleError, match="a column is lost: its node died"):
+        calls.fetch([Ref(ProcessDied("its node died"))])
+
+
 def test_a_failure_of_any_call_ends_a_wait_for_another(script: Script) -> None:
     calls = Calls(script, 100.0, lambda: None)
     waited = submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=TwoRanks("a"))
