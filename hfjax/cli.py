@@ -64,8 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
     except RoleError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
             raise
-        if not error.refusal and error.__cause__:  # of a role in this process
-            cause = "".join(traceback.format_exception(error.__cause__))
+        if not error.refusal and error.__cause__ and "Traceback" not in str(error):
+            # of a role in this process: where it was; what it was is in the message
+            cause = "".join(traceback.format_exception(error.__cause__)[:-1])
             print(printable(cause), file=sys.stderr)
         print(printable(f"hfjax {' '.join(arguments[:2])}: {error}"), file=sys.stderr)
         return 2 if error.refusal else 1

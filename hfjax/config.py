@@ -177,6 +177,7 @@ class RunConfig:
     eval_every: int = 0  # steps between evaluations; 0: before and after training only
     resume: bool = False  # continue from the newest whole checkpoint in out
     deadline_s: float = 1800.0  # longest wait for any call
+    start_deadline_s: float = 180.0  # longest wait for the pools' processes to start, and to meet
     tensorboard: bool = True  # write TensorBoard events beside metrics.jsonl
     trace: bool = False  # write every call's begin, end, rows, tokens and bytes to trace.json
 
@@ -189,8 +190,9 @@ class RunConfig:
         _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        legal = 0 < self.deadline_s <= LONGEST_S
-        _require(legal, "deadline_s", self.deadline_s, f"seconds above 0, at most {LONGEST_S:g}")
+        for name in ("deadline_s", "start_deadline_s"):
+            legal = 0 < getattr(self, name) <= LONGEST_S
+            _require(legal, name, getattr(self, name), f"seconds above 0, at most {LONGEST_S:g}")
 
 
 SECTIONS: dict[str, type] = {

@@ -163,6 +163,7 @@ class Run:
             self._builders(),
             runtime=config.runtime,
             deadline_s=config.deadline_s,
+            start_deadline_s=config.start_deadline_s,
             group=plan.n,
             log_to_driver=False,
         )

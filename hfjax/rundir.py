@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 FREE_ON_RESUME = (
     *("check_every", "deadline_s", "eval_every", "keep_best", "keep_last", "max_restarts"),
-    *("on_save_error", "out", "placement", "resume", "runtime", "save_every", "steps", "epochs"),
-    *("tensorboard", "trace"),
+    *("on_save_error", "out", "placement", "resume", "runtime", "save_every", "start_deadline_s"),
+    *("steps", "epochs", "tensorboard", "trace"),
 )
 LOCK = "run.lock"
 # What a run that ended before its first record has left, with files that were not replaced yet.

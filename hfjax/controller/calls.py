@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from hfjax.controller.pool import Pool, ProcessDied, Runtime
 from hfjax.controller.worker import CallInfo, RoleError, describe
@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 GRACE_S = 10.0  # for the cause to show up after a collective that failed on a peer
+FIRST_S = 2.0  # for the death of rank 0 to show up: the others cannot live without it
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,22 @@ class Failure:
     error: Exception
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Causes before consequences: exceptions, deaths, collectives that lost a peer."""
+    def order(self) -> tuple[int, int, int]:
+        """Causes before consequences: exceptions, deaths, collectives that lost a peer.
+
+        The death of rank 0, where a pool's processes meet, ends the others.
+        """
         if isinstance(self.error, ProcessDied):
-            return 1, self.call.number
+            first = self.rank == 0 and self.call.pool.processes > 1
+            return 1, -1 if first else self.call.number, self.rank
         collective = isinstance(self.error, RoleError) and self.error.collective
-        return (2 if collective else 0), self.call.number
+        return (2 if collective else 0), self.call.number, self.rank
+
+    @property
+    def patience_s(self) -> float:
+        """How long its cause may take to show up."""
+        kind, _, rank = self.order
+        return {0: 0.0, 1: FIRST_S if rank else 0.0, 2: GRACE_S}[kind]
 
 
 class Calls:
@@ -125,6 +136,8 @@ class Calls:
             return self.runtime.get(refs)
         except (RoleError, ProcessDied) as error:  # its own report may come a moment later
             self._poll([], GRACE_S)
+            if isinstance(error, ProcessDied):
+                self._stop(RoleError(f"{self._oldest()}a column is lost: {error}"))
             raise error
 
     def seen(self, call: PendingCall) -> bool:
@@ -160,9 +173,11 @@ class Calls:
     def _poll(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
         """Waits until something is ready, settles reports; the refs that are not ready."""
         reports = self._reports()
-        ready = self.runtime.ready(
-            [*refs, *(call.infos[rank] for call, rank in reports)], timeout_s
-        )
+        awaited = [*refs, *(call.infos[rank] for call, rank in reports)]
+        try:
+            ready = self.runtime.ready(awaited, timeout_s)
+        except ProcessDied as error:  # what all pools need
+            self._stop(RoleError(f"{self._oldest()}{error}"))
         failures = self._settle(
             [report for report, done in zip(reports, ready[len(refs) :], strict=True) if done]
         )
@@ -217,7 +232,7 @@ class Calls:
         """Names the ranks that did not answer; first those that do not even say where they are."""
         late = [rank for rank in range(call.pool.processes) if rank not in call.done]
         stands = {rank: call.pool.probe(rank) for rank in late}
-        late.sort(key=lambda rank: stands[rank] is not None)
+        late.sort(key=lambda rank: (bool(stands[rank]), "in meet\n" in (stands[rank] or "")))
         lines = [f"{call.where(late[0])}: not finished after deadline_s={self.deadline_s:g}"]
         for rank in late:
             place = stands[rank]
@@ -227,8 +242,8 @@ class Calls:
 
     def _fail(self, failures: list[Failure]) -> None:
         """Waits a little for the cause where all that is seen is a consequence, then stops."""
-        until = time.monotonic() + GRACE_S
-        while min(failure.order[0] for failure in failures) == 2 and time.monotonic() < until:
+        begun = time.monotonic()
+        while time.monotonic() - begun < min(failure.patience_s for failure in failures):
             seen = {(f.call.number, f.rank) for f in failures}
             open_reports = [r for r in self._reports() if (r[0].number, r[1]) not in seen]
             if not open_reports:
@@ -242,7 +257,12 @@ class Calls:
             error = RoleError(f"{first.call.where(first.rank)}: {died}: {error}")
         self._stop(error)
 
-    def _stop(self, error: Exception) -> None:
+    def _oldest(self) -> str:
+        """What was waited for, where it has begun."""
+        call = next(iter(self.open.values()), None)
+        return f"role {call.role!r}, {call.method} at step {call.step}: " if call else ""
+
+    def _stop(self, error: Exception) -> NoReturn:
         self.failure = error
         self.open.clear()
         self._begun.clear()

@@ -318,6 +318,7 @@ def start(
     *,
     runtime: str = "ray",
     deadline_s: float = 1800.0,
+    start_deadline_s: float = 180.0,
     group: int = 1,
     log_to_driver: bool = True,
 ) -> Models:
@@ -325,14 +326,15 @@ def start(
 
     A builder is a role class or a partial of one, called with a RoleContext; a class with
     `on_driver = True` is built beside the controller and needs no placement. `deadline_s` bounds
-    each call, `group` rows stay on one replica.
+    each call, `start_deadline_s` the start of processes; `group` rows stay on one replica.
     """
     if runtime not in RUNTIMES:
         raise ValueError(f"runtime={runtime!r} is unknown; use {' or '.join(RUNTIMES)}")
     on_driver = [role for role, builder in builders.items() if _on_driver(builder)]
     placement.check([role for role in builders if role not in on_driver])
     splits = {role: _split(placement, role, builders[role]) for role in placement.roles}
-    options = {"log_to_driver": log_to_driver} if runtime == "ray" else {}
+    limits = {"deadline_s": deadline_s, "start_deadline_s": start_deadline_s}
+    options = {"log_to_driver": log_to_driver, **limits} if runtime == "ray" else {}
     world = RUNTIMES[runtime](placement.platform, **options)
     models = Models(world, deadline_s, group)
     try:

@@ -5,10 +5,8 @@ import importlib
 import logging
 import os
 import random
-import signal
 import socket
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -19,9 +17,11 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from hfjax.controller import loopback, probe
+from hfjax.controller import loopback, probe, processes
 from hfjax.controller.pool import Pool, ProcessDied
+from hfjax.controller.processes import account, own_sigterm, within
 from hfjax.controller.worker import (
+    LATER_S,
     Call,
     CallInfo,
     RoleError,
@@ -32,10 +32,9 @@ from hfjax.controller.worker import (
 from meshes import placement as spec
 
 RESERVE_TIMEOUT_S = 20  # for the placement group: others may hold what the cluster has
-FETCH_TIMEOUT_S = 600  # for values that are ready, perhaps on another host
-START_TIMEOUT_S = 180  # for the processes of all pools to start and meet
 PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
+CLOSE_TIMEOUT_S = 20  # for Ray to end its processes
 COORDINATOR_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below ephemeral ones
 RESOURCES = {"cpu": "CPU", "gpu": "GPU"}  # platform -> the Ray resource that counts its devices
 
@@ -62,7 +61,10 @@ class RayProcess:
         loopback.bind_here(world["coordinator"])
         devices = join(**world)
         rank, processes = world["rank"], world["processes"]
-        self.worker = Worker(pool, devices, rank=rank, processes=processes, local=False)
+        limit_s = int(world["deadline_s"]) + LATER_S if world["platform"] == "cpu" else 0
+        self.worker = Worker(
+            pool, devices, rank=rank, processes=processes, local=False, limit_s=limit_s
+        )
 
     def build(self, role: str, builder: bytes, placement: Any) -> CallInfo:
         def unpacked(context: Any) -> Any:  # so that a builder that cannot load names its role
@@ -128,13 +130,24 @@ class RayRuntime:
     host. `platform` None takes GPUs where the cluster has any.
     """
 
-    def __init__(self, platform: str | None = None, *, log_to_driver: bool = True) -> None:
+    def __init__(
+        self,
+        platform: str | None = None,
+        *,
+        deadline_s: float = 1800.0,
+        start_deadline_s: float = 180.0,
+        log_to_driver: bool = True,
+    ) -> None:
+        """`deadline_s` bounds values on their way, `start_deadline_s` the processes' start."""
         self.platform, self.log_to_driver = platform, log_to_driver
+        self.deadline_s, self.start_deadline_s = deadline_s, start_deadline_s
         self.pools: dict[str, RayPool] = {}
         self._actors: list[Any] = []
         self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
+        self._daemons: dict[str, int] = {}  # of a session of its own
+        self._address = ""  # of this host
         self._scope = ExitStack()
         self._scope.enter_context(_cpu_only())
 
@@ -144,6 +157,7 @@ class RayRuntime:
 
         if not ray.is_initialized():
             self._init(sum(pool.processes for pool in pools))
+        self._address = ray.util.get_node_ip_address()
         if self.platform is None:
             self.platform = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -162,6 +176,9 @@ class RayRuntime:
         """Which refs are done; waits up to `timeout_s` for the first to be."""
         import ray
 
+        for name, pid in self._daemons.items():
+            if not processes.alive(pid):
+                raise ProcessDied(f"Ray's {name} on this host (pid {pid}) is gone")
         remote = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
         if not remote:
             return [True] * len(refs)
@@ -178,14 +195,14 @@ class RayRuntime:
 
         remote = [ref for ref in refs if isinstance(ref, ray.ObjectRef)]
         try:
-            values = iter(ray.get(remote, timeout=FETCH_TIMEOUT_S))
+            values = iter(ray.get(remote, timeout=self.deadline_s))
         except exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, RoleError) else error) from None
-        except (exceptions.RayActorError, exceptions.ObjectLostError) as error:
-            raise ProcessDied(str(error)) from None
         except exceptions.GetTimeoutError:
-            message = f"its result did not arrive within {FETCH_TIMEOUT_S} s"
+            message = f"its result did not arrive within deadline_s={self.deadline_s:g}"
             raise ProcessDied(message) from None
+        except exceptions.RayError as error:  # of an actor, a node, an object, or out of memory
+            raise ProcessDied(account(str(error))) from None
         return [next(values) if isinstance(ref, ray.ObjectRef) else ref for ref in refs]
 
     def share(self, value: Any) -> Any:
@@ -195,22 +212,30 @@ class RayRuntime:
 
     def close(self) -> None:
         """Ends every process of every pool and gives the reservation back."""
+        self._scope.close()
+        within(CLOSE_TIMEOUT_S, self._end_actors)
+        here = [hello["pid"] for hello in self._hellos if hello["address"] == self._address]
+        processes.end(here, KILL_TIMEOUT_S)
+        self.pools, self._actors, self._hellos, self._group = {}, [], [], None
+        self._daemons = {}
+        if self._owns_session:
+            import ray
+
+            self._owns_session = False
+            within(CLOSE_TIMEOUT_S, ray.shutdown)
+
+    def _end_actors(self) -> None:
+        """A session of the run's own ends with its reservations."""
         import ray
 
-        self._scope.close()
         if not ray.is_initialized():
             return
         for actor in self._actors:
             ray.kill(actor)
-        if self._group is not None:
+        if self._group is not None and not self._owns_session:
             ray.util.remove_placement_group(self._group)
-        self._end_stopped_processes(ray.util.get_node_ip_address())
-        self.pools, self._actors, self._hellos, self._group = {}, [], [], None
-        if self._owns_session:
-            ray.shutdown()
-            self._owns_session = False
 
-    def _init(self, processes: int) -> None:
+    def _init(self, cpus: int) -> None:
         import ray
 
         # A failure is reported once, by the driver, not again when its refs are dropped.
@@ -218,18 +243,18 @@ class RayRuntime:
         # Ray's default of 15 starves the workers wherever anything else runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
-        on_term = signal.getsignal(signal.SIGTERM)  # which Ray replaces
-        ray.init(
-            address=address,
-            num_cpus=processes if address == "local" else None,
-            include_dashboard=False if address == "local" else None,
-            namespace=f"hfjax-{uuid.uuid4().hex}",
-            log_to_driver=self.log_to_driver,
-            logging_level=logging.ERROR,
-        )
+        with own_sigterm():
+            ray.init(
+                address=address,
+                num_cpus=cpus if address == "local" else None,
+                include_dashboard=False if address == "local" else None,
+                namespace=f"hfjax-{uuid.uuid4().hex}",
+                log_to_driver=self.log_to_driver,
+                logging_level=logging.ERROR,
+            )
         self._owns_session = True
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_term)
+        if address == "local":
+            self._daemons = processes.daemons()
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray
@@ -237,10 +262,11 @@ class RayRuntime:
         platform = str(self.platform)
         bundles = [_bundle(pool, platform) for pool in pools for _ in range(pool.processes)]
         self._group = ray.util.placement_group(bundles, strategy="PACK")
-        if not self._group.wait(RESERVE_TIMEOUT_S):
+        limit_s = min(RESERVE_TIMEOUT_S, self.start_deadline_s)
+        if not self._group.wait(limit_s):
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise ValueError(
-                f"{_request(pools, platform)}: not free within {RESERVE_TIMEOUT_S} s; the cluster "
+                f"{_request(pools, platform)}: not free within {limit_s:g} s; the cluster "
                 f"has {_total(ray.cluster_resources())}, now available {_total(free)}; "
                 "end other jobs or give the pools less"
             )
@@ -256,7 +282,10 @@ class RayRuntime:
             num_gpus=devices if platform == "gpu" else 0,
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": _python_path() | worker_environment(platform, devices)},
+            runtime_env={
+                "env_vars": _python_path()
+                | worker_environment(platform, devices, deadline_s=self.deadline_s)
+            },
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle
             ),
@@ -279,6 +308,8 @@ class RayRuntime:
                     rank=rank,
                     processes=pool.processes,
                     coordinator=mine[0]["coordinator"],
+                    deadline_s=self.deadline_s,
+                    start_deadline_s=self.start_deadline_s,
                 )
                 for rank, actor in enumerate(self.pools[pool.name].actors)
             ]
@@ -288,31 +319,29 @@ class RayRuntime:
     def _wait(self, what: str, pools: Sequence[spec.Pool], refs: list[Any]) -> list[Any]:
         """Values of a call to every process, in the pools' order; an error says which it was."""
         import ray
+        from ray import exceptions
 
-        names = [f"rank {r} of pool {p.name!r}" for p in pools for r in range(p.processes)]
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        waiting = dict(zip(refs, names, strict=True))
+        hosts = [f" on host {host}" for pool in self.pools.values() for host in pool.hosts]
+        hosts = hosts or [""] * len(refs)  # not known yet
+        ranks = [f"rank {r} of pool {p.name!r}" for p in pools for r in range(p.processes)]
+        limit_s = self.start_deadline_s
+        ends_s = time.monotonic() + limit_s
+        waiting = dict(zip(refs, map("".join, zip(ranks, hosts, strict=True)), strict=True))
         while waiting:
             left_s = max(0.0, ends_s - time.monotonic())
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
             if not done:
                 late = ", ".join(waiting.values())
-                raise RuntimeError(f"{late}: did not {what} within {START_TIMEOUT_S} s")
+                raise RoleError(f"{late}: did not {what} within start_deadline_s={limit_s:g}")
             try:
                 self.get(done)
-            except Exception as error:
-                raise RuntimeError(f"{waiting[done[0]]}: did not {what}: {error}") from error
+            except exceptions.RayTaskError as error:
+                told = f"{type(error.cause).__name__}: {error.cause}\n\n{error.traceback_str}"
+                raise RoleError(f"{waiting[done[0]]}: did not {what}: {told}") from None
+            except ProcessDied as error:
+                raise RoleError(f"{waiting[done[0]]}: did not {what}: {error}") from None
             del waiting[done[0]]
         return self.get(refs)
-
-    def _end_stopped_processes(self, address: str) -> None:
-        """Ends what is left on this host: a stopped process obeys nobody but SIGKILL."""
-        pids = [hello["pid"] for hello in self._hellos if hello["address"] == address]
-        deadline = time.monotonic() + KILL_TIMEOUT_S
-        while (left := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
 
 
 def check_feasible(
@@ -383,14 +412,6 @@ def _python_path() -> dict[str, str]:
     paths = [os.path.abspath(path) for path in sys.path]
     own = [path for path in paths if not os.path.realpath(path).startswith(shared)]
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(own))}
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
 
 
 def _packed(builder: Callable[..., Any]) -> bytes:

@@ -32,7 +32,12 @@ BUILD = "build"  # the method name under which errors and records show a role's 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}  # platform -> JAX_PLATFORMS
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-JOIN_TIMEOUT_S = 60
+# How long a collective between CPU processes waits for a peer; JAX's own limits are 30 to 100 s.
+COLLECTIVE_FLAGS = (
+    "--xla_cpu_collective_timeout_seconds",
+    "--xla_cpu_collective_call_terminate_timeout_seconds",
+)
+LATER_S = 60  # by which the limits of JAX come after the controller's deadline
 # What a collective says when another process is gone: a consequence, never the cause.
 COLLECTIVE = re.compile(
     r"gloo|nccl|coordination service|connection (closed|reset|refused)|heartbeat|"
@@ -110,23 +115,43 @@ def describe(role: str, method: str, step: int, pool: str, rank: int, host: str)
     return f"role {role!r}, {method} at step {step} (rank {rank} of pool {pool!r} on host {host})"
 
 
-def worker_environment(platform: str, devices: int) -> dict[str, str]:
-    """Environment of a process with `devices` devices; only 'cpu' simulates them."""
+def worker_environment(
+    platform: str, devices: int, *, deadline_s: float = 1800.0
+) -> dict[str, str]:
+    """Environment of a process with `devices` devices; only 'cpu' simulates them.
+
+    Its collectives wait longer than `deadline_s`, in which the controller ends a late call.
+    """
     if platform != "cpu":
         return {"JAX_PLATFORMS": PLATFORMS[platform]}
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(COUNT_FLAG)]
+    given = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in given if not flag.startswith(COUNT_FLAG)]
+    named = {flag.partition("=")[0] for flag in flags}
+    limits = [f"{name}={_limit_s(deadline_s)}" for name in COLLECTIVE_FLAGS if name not in named]
     return {
         "JAX_PLATFORMS": PLATFORMS[platform],
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": " ".join([*flags, f"{COUNT_FLAG}={devices}"]),
+        "XLA_FLAGS": " ".join([*flags, *limits, f"{COUNT_FLAG}={devices}"]),
     }
 
 
+def _limit_s(deadline_s: float) -> int:
+    """Of JAX's own waits: the controller decides first, and names who is late."""
+    return min(int(deadline_s) + LATER_S, 1 << 30)
+
+
 def join(
-    *, platform: str, devices: int, rank: int, processes: int, coordinator: str
+    *,
+    platform: str,
+    devices: int,
+    rank: int,
+    processes: int,
+    coordinator: str,
+    deadline_s: float = 1800.0,
+    start_deadline_s: float = 180.0,
 ) -> tuple["jax.Device", ...]:
     """Makes this process one of `processes` of `devices` devices each; all devices, by process."""
-    environment = worker_environment(platform, devices)
+    environment = worker_environment(platform, devices, deadline_s=deadline_s)
     os.environ |= environment
     import jax
 
@@ -135,8 +160,11 @@ def join(
     if processes > 1:
         if platform == "cpu":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # Where heartbeats fail first, JAX ends the processes that are well.
         jax.distributed.initialize(
-            coordinator, processes, rank, initialization_timeout=JOIN_TIMEOUT_S
+            *(coordinator, processes, rank),
+            initialization_timeout=int(start_deadline_s),
+            heartbeat_timeout_seconds=_limit_s(deadline_s),
         )
     found = len(jax.local_devices())
     if found != devices or jax.default_backend() != platform:
@@ -152,6 +180,18 @@ def join(
             f"{advice}"
         )
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+
+
+def meet(name: str, limit_s: float) -> None:
+    """Waits until every process of the pool is here.
+
+    Lateness shows here, by rank: in a reduce-scatter on CPU a peer gives up after 30 s, whatever
+    its settings.
+    """
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    client.wait_at_barrier(name, int(limit_s * 1000))
 
 
 class _Warnings(logging.Handler):
@@ -181,9 +221,12 @@ class Worker:
         rank: int = 0,
         processes: int = 1,
         local: bool = True,
+        limit_s: int = 0,
     ) -> None:
+        """Before each call the processes meet, if `limit_s` says how long they may wait."""
         self.pool, self.devices, self.rank = pool, tuple(devices), rank
-        self.processes, self.local = processes, local
+        self.processes, self.local, self.limit_s = processes, local, limit_s
+        self.n_calls = 0
         self.host = socket.gethostname()
         self.roles: dict[str, Any] = {}
         self._warnings = _Warnings()
@@ -208,6 +251,9 @@ class Worker:
     def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
         """Runs a role's method: one value for each written column, then a CallInfo."""
         with self._named(call.role, call.method, call.step):
+            self.n_calls += 1
+            if self.limit_s and self.processes > 1:
+                meet(f"hfjax call {self.n_calls}", self.limit_s)
             compiles, start_s = _compiles(), time.time()
             function = getattr(self.roles[call.role], call.method)
             columns: list[Any] = []

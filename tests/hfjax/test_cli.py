@@ -40,3 +40,19 @@ def test_the_status_of_a_workers_failure_is_its_causes(
     monkeypatch.setattr(cli, "train", fail)
     assert cli.main(["train", "ppo"]) == status
     assert capsys.readouterr().err == "hfjax train ppo: role 'actor', build at step 0: no\n"
+
+
+def test_the_error_of_a_role_in_this_process_is_told_once_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(arguments: list[str]) -> None:
+        try:
+            raise KeyError("rows")
+        except KeyError as error:
+            raise RoleError("role 'reward', compute_reward: KeyError: 'rows'") from error
+
+    monkeypatch.setattr(cli, "train", fails)
+    assert cli.main(["train", "ppo"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("KeyError: 'rows'") == 1
+    assert "in fails" in told

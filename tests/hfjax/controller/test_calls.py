@@ -49,11 +49,11 @@ class TwoRanks:
     processes = 2
     here = False
 
-    def __init__(self, name: str = "pool") -> None:
-        self.name, self.hosts = name, ["east", "west"]
+    def __init__(self, name: str = "pool", stands: Sequence[str | None] = ("line 1\n", None)):
+        self.name, self.hosts, self.stands = name, ["east", "west"], stands
 
     def probe(self, rank: int) -> str | None:
-        return "line 1\n" if rank == 0 else None
+        return self.stands[rank]
 
 
 def info(rank: int, second: float = 0.0) -> CallInfo:
@@ -105,6 +105,37 @@ def test_the_cause_is_shown_rather_than_its_consequence(
     assert again.value is failure.value
 
 
+def test_the_death_of_rank_0_explains_those_that_are_seen_before_it(script: Script) -> None:
+    """The others meet at it and cannot live without."""
+    calls = Calls(script, 100.0, lambda: None)
+    died = ProcessDied("killed")
+    submit(calls, Ref(info(0)), Ref(died, after=1))
+    submit(calls, Ref(died, after=2), Ref(info(1), NEVER))
+    with pytest.raises(RoleError, match=r"rank 0 of pool 'pool' on host east\): the process died"):
+        calls.drain()
+    assert script.now_s <= 5
+
+
+def test_what_all_pools_need_and_lost_is_named_with_the_call_that_waits(script: Script) -> None:
+    ended: list[str] = []
+    calls = Calls(script, 100.0, lambda: ended.append("pools"))
+    submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER))
+
+    def gone(refs: Sequence[Ref], timeout_s: float) -> list[bool]:
+        raise ProcessDied("Ray's raylet is gone")
+
+    script.ready = gone  # type: ignore[method-assign]
+    with pytest.raises(RoleError, match=r"role 'role', method at step 3: Ray's raylet is gone"):
+        calls.drain()
+    assert ended == ["pools"]
+
+
+def test_a_column_that_is_lost_after_its_call_ended_is_no_bare_error(script: Script) -> None:
+    calls = Calls(script, 100.0, lambda: None)
+    with pytest.raises(RoleError, match="a column is lost: its node died"):
+        calls.fetch([Ref(ProcessDied("its node died"))])
+
+
 def test_a_failure_of_any_call_ends_a_wait_for_another(script: Script) -> None:
     calls = Calls(script, 100.0, lambda: None)
     waited = submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=TwoRanks("a"))
@@ -126,6 +157,14 @@ def test_a_deadline_names_the_silent_rank_and_where_the_others_stand(script: Scr
         "rank 0 on host east is in\nline 1"
     )
     assert 30 < script.now_s < 35
+
+
+def test_a_rank_that_does_not_come_is_named_before_those_that_wait_for_it(script: Script) -> None:
+    calls = Calls(script, 30.0, lambda: None)
+    pool = TwoRanks(stands=["  File x, line 1, in meet\n    wait()\n", "sleeps\n"])
+    submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=pool)
+    with pytest.raises(RoleError, match=r"^role 'role', method at step 3 \(rank 1 of pool"):
+        calls.drain()
 
 
 def test_waiting_for_inputs_or_for_the_pool_does_not_count(script: Script) -> None:

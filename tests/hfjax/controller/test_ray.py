@@ -232,28 +232,54 @@ def test_nothing_of_a_step_stays_in_the_store_or_in_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "rank", "message"),
     [
-        ("raise", r"ZeroDivisionError: a toy went wrong[\s\S]*in breaks"),
-        ("kill", r"the process died"),
-        ("stop", rf"not finished after deadline_s=6[\s\S]*rank 1 on host {HOST} does not respond"),
+        ("raise", 1, r"ZeroDivisionError: a toy went wrong[\s\S]*in breaks"),
+        ("kill", 1, r"the process died"),
+        ("kill", 0, r"the process died"),  # without it the other ends too
+        (
+            *("stop", 1),
+            rf"not finished after deadline_s=6[\s\S]*rank 1 on host {HOST} does not respond",
+        ),
     ],
 )
-def test_a_failing_rank_is_named_and_everything_ends(how: str, message: str) -> None:
+def test_a_failing_rank_is_named_and_everything_ends(how: str, rank: int, message: str) -> None:
     models = run(DEADLINE_S)
     pids = processes(models)
     models.step = 3
     batch = Batch(x=np.arange(4, dtype=np.float32))
     begun = time.monotonic()
-    broken = models.summer.breaks(batch, rank=1, how=how)
+    broken = models.summer.breaks(batch, rank=rank, how=how)
     with pytest.raises(RoleError, match=message) as failure:  # at once, or at the first look
         _ = models.other.sums(Batch(x=broken.column("sum")))["sum"]
     assert time.monotonic() - begun < DEADLINE_S + 20
-    where = f"role 'summer', breaks at step 3 (rank 1 of pool 'world' on host {HOST})"
+    where = f"role 'summer', breaks at step 3 (rank {rank} of pool 'world' on host {HOST})"
     assert str(failure.value).startswith(where)
     with pytest.raises(RoleError) as again:
         models.other.sums(batch)
     assert again.value is failure.value
+    assert [pid for pid in pids if not ended(pid)] == []
+
+
+@pytest.mark.slow
+def test_a_rank_40_s_late_is_waited_for_also_before_a_reduce_scatter() -> None:
+    """CPU processes give up on a peer inside one after 30 s, whatever they are told."""
+    with run(90.0) as models:
+        models.summer.naps(rank=1, seconds=40)
+        assert models.summer.scatters().result() == [[4.0] * 2] * 2
+
+
+def test_a_rank_later_than_the_deadline_is_named_rather_than_those_that_wait() -> None:
+    with run(3.0) as models:
+        assert models.summer.scatters().result(60) == [[4.0] * 2] * 2
+        pids = processes(models)
+        models.other.facts().result()
+        models.summer.naps(rank=1, seconds=3600)
+        models.summer.scatters()
+        begun = time.monotonic()
+        with pytest.raises(RoleError, match=r"rank 1 of pool 'world' on host .*: not finished"):
+            models.drain()
+    assert time.monotonic() - begun < 20
     assert [pid for pid in pids if not ended(pid)] == []
 
 

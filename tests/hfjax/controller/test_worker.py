@@ -10,15 +10,34 @@ import pytest
 
 from hfjax.controller import probe
 from hfjax.controller.ray_pool import COORDINATOR_PORTS, reserve_port
-from hfjax.controller.worker import RoleContext, RoleError, Worker, join, worker_environment
+from hfjax.controller.worker import (
+    COLLECTIVE_FLAGS,
+    COUNT_FLAG,
+    RoleContext,
+    RoleError,
+    Worker,
+    join,
+    worker_environment,
+)
 
 
 def test_the_device_count_replaces_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8 --b=2")
     environment = worker_environment("cpu", 3)
-    assert environment["XLA_FLAGS"] == "--a=1 --b=2 --xla_force_host_platform_device_count=3"
+    flags = environment["XLA_FLAGS"].split()
+    assert flags[:2] == ["--a=1", "--b=2"]
+    assert [flag for flag in flags if "device_count" in flag] == [f"{COUNT_FLAG}=3"]
     assert environment["JAX_PLATFORMS"] == "cpu"
     assert "XLA_FLAGS" not in worker_environment("gpu", 3)
+
+
+def test_collectives_wait_longer_than_the_controller_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, other = COLLECTIVE_FLAGS
+    monkeypatch.setenv("XLA_FLAGS", f"{own}=5")
+    flags = worker_environment("cpu", 3, deadline_s=100.0)["XLA_FLAGS"].split()
+    assert [flag for flag in flags if "collective" in flag] == [f"{own}=5", f"{other}=160"]
 
 
 def test_a_device_count_set_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,12 @@ class Summer:
         self.sharding = NamedSharding(self.mesh, PartitionSpec("all"))
         self.whole = NamedSharding(self.mesh, PartitionSpec())
         self.sum = jax.jit(lambda x: x.sum(), out_shardings=self.whole)
+        scatter = partial(jax.lax.psum_scatter, axis_name="all", tiled=True)
+        spec = PartitionSpec("all")
+        whole = PartitionSpec()
+        self.scatter = jax.jit(
+            jax.shard_map(scatter, mesh=self.mesh, in_specs=whole, out_specs=spec, check_vma=False)
+        )
 
     def total(self, shard: Shard) -> float:
         """The sum of column x over all rows, by the devices; rows short of a multiple are 0."""
@@ -136,6 +142,17 @@ class Summer:
                 time.sleep(3600)
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
         return self.sums(shard)
+
+    @method(ONE_TO_ALL)
+    def naps(self, *, rank: int, seconds: float) -> None:
+        """One rank is late; nothing is computed together."""
+        time.sleep(seconds if self.context.rank == rank else 0)
+
+    @method(ONE_TO_ALL)
+    def scatters(self) -> list[float]:
+        """A reduce-scatter of ones: each device gets as many as there are devices."""
+        ones = np.ones(len(self.context.devices), np.float32)
+        return [float(shard.data[0]) for shard in self.scatter(ones).addressable_shards]
 
     @method(ONE_TO_ALL)
     def facts(self) -> dict[str, Any]:
