@@ -103,14 +103,18 @@ class Saves:
         """Commits what all processes have written; waits for nobody."""
         if self.pending is None:
             return
-        asked = self.pending.asked
-        if not asked:
-            asked |= {role: getattr(self.models, role).written(wait=False) for role in self.roles}
+        asked = self.pending.asked or self._ask(self.pending)
         if all(reply.done for reply in asked.values()):
             found = {role: reply.result() for role, reply in asked.items()}
-            asked.clear()
             if all(each is not None for values in found.values() for each in values):
                 self._commit(found)
+            else:
+                self._ask(self.pending)
+
+    def _ask(self, pending: Pending) -> dict[str, Reply]:
+        written = {role: getattr(self.models, role).written(wait=False) for role in self.roles}
+        pending.asked = written
+        return written
 
     def finish(self) -> None:
         """Waits until what was begun is written, and commits it."""
