@@ -10,6 +10,7 @@ slope after warm-up. Exit status 1 where something grows.
 
 import argparse
 import gc
+import json
 import os
 import sys
 import tempfile
@@ -82,8 +83,8 @@ class WeighedCritic(Weighed, Critic):
     """A value function, in the second."""
 
 
-def observed(every: int, marks: dict[int, dict[str, float]]) -> types.ModuleType:
-    """PPO that notes what is held as every so many steps begin."""
+def observed(every: int, marks: dict[int, dict[str, float]], file: Path) -> types.ModuleType:
+    """PPO that notes what is held as every so many steps begin, also in a file."""
 
     def roles(cfg: Any) -> dict[str, Any]:
         table = ppo.roles(cfg)
@@ -94,6 +95,8 @@ def observed(every: int, marks: dict[int, dict[str, float]]) -> types.ModuleType
     def step(models: Any, prompts: Batch, cfg: Any) -> Any:
         if models.step % every == 1:
             marks[models.step - 1] = everywhere(models)
+            with file.open("a") as lines:
+                lines.write(json.dumps({"step": models.step - 1} | marks[models.step - 1]) + "\n")
         return ppo.step(models, prompts, cfg)
 
     module = types.ModuleType(ppo.__name__)
@@ -151,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks: dict[int, dict[str, float]] = {}
     count_compiles()
     train(
-        observed(options.every, marks),
+        observed(options.every, marks, out / "held.jsonl"),
         placement=options.placement,
         steps=options.steps,
         save_every=max(1, options.steps // SAVES),
