@@ -42,7 +42,7 @@ from tests.fuzz.mutations import (
 )
 
 NOW = datetime(2026, 1, 1)
-CASE_S = 8.0  # longest refusal
+CASE_S = 60.0  # longest refusal, on a machine that does much else
 MESSAGES = [{"role": "user", "content": "t3 t4"}]
 SETTINGS = tuple(setting_names(config_class(grpo)))
 

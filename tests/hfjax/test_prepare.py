@@ -40,7 +40,7 @@ def test_the_algorithms_own_settings_are_an_override_of_train(
     class Watched:
         out = Path("run")
 
-        def __init__(self, algorithm: Any, config: Any) -> None:
+        def __init__(self, algorithm: Any, config: Any, restarts: int = 0) -> None:
             seen.append(config)
 
         def __enter__(self) -> "Watched":
