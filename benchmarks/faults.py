@@ -184,6 +184,14 @@ WAITS = ("wait", "reward", 0)  # the step is held up while something is done fro
 SKIP = {"reward": {"on_error": "skip"}}
 FAULTS = {
     "worker killed": Fault(told=("kill", "update", LAST), says=f"{ACTOR}: the process died"),
+    "worker killed, restarted": Fault(
+        told=("kill", "update", LAST),
+        status=0,
+        goes_on=True,
+        says=f"restart 1 of 1 from step {STEP - 1}: {ACTOR}: the process died",
+        within_s=LONGEST_S,
+        settings={"max_restarts": 1},
+    ),
     "worker stopped": Fault(
         told=("stop", "update", LAST),
         says=rf"{ACTOR}: not finished after deadline_s=20[\s\S]*does not respond",

@@ -4,6 +4,7 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -29,7 +30,10 @@ USAGE = "hfjax: reinforcement learning of language models\n\n" + "\n".join(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; 0, 2 for settings that cannot work, 1 for failures, 130 after Ctrl-C."""
+    """Runs a command; 0, 2 for settings that cannot work, 1 for failures.
+
+    After Ctrl-C 130, after SIGTERM 143.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in HELP:
         print(USAGE)
@@ -45,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hfjax {COMMANDS[command]}")
         return 0
     from hfjax.controller.worker import RoleError
+    from hfjax.saving import SaveError
 
     try:
         commands = {"train": train, "plan": plan, "graph": graph, "export": export}
@@ -62,9 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
             print("".join(traceback.format_exception(error.__cause__)[:-1]), file=sys.stderr)
         print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
         return 2 if error.refusal else 1
-    except KeyboardInterrupt:
-        print(f"hfjax {command}: interrupted", file=sys.stderr)
-        return 130
+    except SaveError as error:
+        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        number = getattr(error, "number", signal.SIGINT)
+        told = "interrupted" if number == signal.SIGINT else "terminated"
+        print(f"hfjax {command}: {told}", file=sys.stderr)
+        return 128 + number
     return 0
 
 

@@ -158,6 +158,9 @@ class RunConfig:
     seed: int = 0  # of shuffling, sampling and new weights
     save_every: int = 0  # steps between checkpoints; 0: only the last step
     keep_last: int = 2  # checkpoints kept
+    keep_best: str = ""  # and that with the highest value of this metric, '-' before it: lowest
+    on_save_error: Literal["stop", "continue"] = "stop"  # where a checkpoint cannot be written
+    max_restarts: int = 0  # times a run goes on from its last checkpoint after a failure
     eval_every: int = 0  # steps between evaluations; 0: before and after training only
     resume: bool = False  # continue from the newest whole checkpoint in out
     deadline_s: float = 1800.0  # longest wait for any call
@@ -167,7 +170,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require(bool(self.out) or not self.resume, "out", repr(self.out), "set with --resume")
-        for name in ("steps", "save_every", "eval_every", "seed"):
+        for name in ("steps", "save_every", "eval_every", "seed", "max_restarts"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.seed < 2**32, "seed", self.seed, "below 2**32: keys have 32 bits")
         for name in ("epochs", "keep_last"):

@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -365,6 +365,7 @@ class MetricLog:
         tensorboard: bool = True,
     ) -> None:
         self.out, self.steps = Path(out), steps
+        self._left: dict[str, str] = {}  # by file: lines that could not be written yet
         self.console = console or Console(soft_wrap=True, highlight=False)
         self.out.mkdir(parents=True, exist_ok=True)
         cut_to_step(self.out / "samples.jsonl", math.inf)
@@ -374,7 +375,8 @@ class MetricLog:
             from tensorboardX import SummaryWriter  # slow to import, and only the driver logs
 
             events = str(self.out / "tensorboard")
-            self.board = SummaryWriter(events, purge_step=self.last_step + 1)
+            # Its thread ends on a full disk; a bounded queue would block the run then.
+            self.board = SummaryWriter(events, purge_step=self.last_step + 1, max_queue=0)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step to every place; steps must rise, so that each stands once."""
@@ -404,10 +406,25 @@ class MetricLog:
     def close(self) -> None:
         """Close TensorBoard's file; the JSONL files are whole after every call."""
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):  # a full disk, which is said elsewhere
+                self.board.close()
+
+    def flush(self) -> None:
+        """Writes what could not be written before."""
+        for name in list(self._left):
+            self._append(name, [])
 
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        with open(self.out / name, "a", encoding="utf-8") as file:
-            file.write("".join(map(_json_line, records)))
-            file.flush()
-            os.fsync(file.fileno())  # the checkpoint that follows is on disk, too
+        """Whole lines or none: what fails is kept for the next time."""
+        path, text = self.out / name, self._left.pop(name, "") + "".join(map(_json_line, records))
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())  # the checkpoint that follows is on disk, too
+        except OSError as error:
+            self._left[name] = text
+            with suppress(OSError):
+                os.truncate(path, size)
+            raise OSError(error.errno, error.strerror, str(path)) from error

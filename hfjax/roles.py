@@ -8,6 +8,7 @@ holds, on the host) and return an Answer. Names are the paper's (HybridFlow Tabl
 import dataclasses
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from hfjax.controller.protocol import (
     method,
 )
 from hfjax.controller.worker import RoleContext
-from hfjax.engine.checkpoint import restore_role, save_role
+from hfjax.engine.checkpoint import Sums, restore_role, start_save
 from hfjax.engine.hybrid import Moves, Relay, Weights
 from hfjax.engine.microbatch import Stack, cut_micros
 from hfjax.engine.offload import to_device, to_host
@@ -204,6 +205,7 @@ class TrainedRole(ModelRole):
         self.trainer = self.make_trainer(loss, columns, with_entropy=loss_entropy)
         self.first = self.trainer  # of a call's first mini-batch
         self.saved = saved_state(self.model, self.head, training.optimizer)
+        self.writing: Future[Sums] | None = None
         if checkpoint:
             abstract = self.trainer.abstract_state()
             state = restore_role(checkpoint, abstract, self.saved)
@@ -278,8 +280,16 @@ class TrainedRole(ModelRole):
 
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:
-        """Writes the training state under `path`."""
-        save_role(path, self.held.state(), self.saved)
+        """Begins to write the training state as it is now under `path`."""
+        self.writing = start_save(path, self.held.state(), self.saved)
+
+    @method(ONE_TO_ALL)
+    def written(self, *, wait: bool) -> Sums | str | None:
+        """What this process wrote, or in words why it failed; None while it writes."""
+        if self.writing is None or not (wait or self.writing.done()):
+            return None
+        error = self.writing.exception()
+        return f"{type(error).__name__}: {error}" if error else self.writing.result()
 
 
 class Critic(TrainedRole):

@@ -2,18 +2,15 @@
 """The outer loop: prompts in, steps of an algorithm, evaluation, checkpoints, metrics out."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
-import signal
-import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
-from hfjax.controller.handle import RECEIVE, SEND, start
+from hfjax.controller.handle import start
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
     GAP,
@@ -44,19 +41,14 @@ from hfjax.metrics import (
 from hfjax.models.hf import resolve_model
 from hfjax.policy import APART, LARGEST_GAP, greedy_scores
 from hfjax.prepare import prepare
-from hfjax.rundir import began, check_state, find_run, open_directory
-from hfjax.timeline import Timeline
+from hfjax.rundir import began, check_state, find_run, hold, open_directory
+from hfjax.saving import WRITTEN, SaveError, Saves, check_best, recording
+from hfjax.stopping import Restarts, Stop, Stopped, at_once, handled
+from hfjax.timeline import Timeline, stage_seconds
 from hfjax.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
-STAGES = {  # method -> verl's name of the stage
-    "generate_sequences": "gen",
-    "compute_reward": "reward",
-    "compute_log_prob": "old_log_prob",
-    "compute_ref_log_prob": "ref",
-    "compute_values": "values",
-}
 MAX_REFUSED = 10  # steps in a row with a non-finite update, after which a run ends
 
 
@@ -75,9 +67,17 @@ def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) 
         config = from_dict(type(config), overrides, where="train()", base=config)
     elif overrides:
         raise ValueError("train() takes a config or overrides, not both")
-    with Run(algorithm, config) as run:
-        run.train()
-    return run.out
+    restarts = Restarts(config.max_restarts)
+    with handled(at_once):
+        while True:
+            with Run(algorithm, config, restarts.count) as run:
+                try:
+                    run.train()
+                    return run.out
+                except Exception as error:
+                    if not restarts.again(error, run.models.step, run.saves.newest, run.console):
+                        raise
+            config = dataclasses.replace(config, out=str(run.out), resume=True)
 
 
 def default_config(
@@ -130,21 +130,33 @@ class Run:
     between rollout and training, and a run whose updates are refused has begun one more.
     """
 
-    def __init__(self, algorithm: ModuleType, config: Any) -> None:
+    def __init__(self, algorithm: ModuleType, config: Any, restarts: int = 0) -> None:
         """Everything that can be wrong is looked for before a process starts."""
-        self.algorithm, self.config = algorithm, config
-        now = began(Path(config.out), resume=config.resume)
-        self.plan = plan = prepare(algorithm, config, now)
-        self.tokenizer = load_tokenizer(plan.model)
-        name = algorithm_name(algorithm)
+        self.algorithm, self.config, self.restarts = algorithm, config, restarts
+        self.console = Console(soft_wrap=True, highlight=False)
+        self.refused = 0
+        self.record: Mapping[str, float] = {}  # of the last step
+        self.ahead: Issued | None = None  # the last step, while its record is not written
+        with ExitStack() as scope:
+            self._open(scope)
+            self._scope = scope.pop_all()
+        self.console.print(f"run directory: {self.out}", markup=False)
+
+    def _open(self, scope: ExitStack) -> None:
+        """The run's directory, pools and files; `scope` ends them."""
+        config, name = self.config, algorithm_name(self.algorithm)
         self.out = Path(config.out or time.strftime(f"runs/{Path(name).stem}-%Y%m%d-%H%M%S"))
+        held = scope.enter_context(hold(self.out))
+        now = began(self.out, resume=config.resume)
+        self.plan = plan = prepare(self.algorithm, config, now)
+        self.tokenizer = load_tokenizer(plan.model)
         about = {"algorithm": name, "model": plan.model, "began": now.isoformat()}
         self.done, self.store = find_run(self.out, config, about)
         if self.done:
             check_state(plan, self.store, self.done)
-        self.console = Console(soft_wrap=True, highlight=False)
-        self.refused = 0
-        self.ahead: Issued | None = None  # the last step, while its record is not written
+        elif config.resume:
+            self.console.print(f"{self.out} has no checkpoint yet: starting over", markup=False)
+        check_best(config.keep_best, plan.held_out)
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
         self.console.print("starting pools")
@@ -157,55 +169,69 @@ class Run:
             group=plan.n,
             log_to_driver=False,
         )
+        scope.callback(self.models.shutdown)
         self.models.rollout_agrees = plan.rollout_agrees
         self.models.more_prompts = lambda: Batch(plan.source.next_batch())
         if texts := plan.texts:
             self.models.more_texts = lambda: Batch(texts.next_batch())
-        try:  # nothing is written before
-            if self.done:
-                self.models.memory |= self.store.load_meta(self.done).get("memory", {})
-            self.store.make_root()
-            open_directory(self.out, self.done, config, plan.placement, about)
-            self.timeline = Timeline(self.out / "trace.json", self.done) if config.trace else None
-            self.log = MetricLog(
-                self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
-            )
-        except BaseException:
-            self.models.shutdown()
-            raise
-        self.console.print(f"run directory: {self.out}")
+        if self.done:
+            self.models.memory |= self.store.load_meta(self.done).get("memory", {})
+        self.store.make_root()  # nothing is written before
+        if not held:  # the directory is new: perhaps to another run, too
+            scope.enter_context(hold(self.out))
+            find_run(self.out, config, about)
+        open_directory(self.out, self.done, config, plan.placement, about)
+        self.timeline = Timeline(self.out / "trace.json", self.done) if config.trace else None
+        self.log = MetricLog(
+            self.out, steps=plan.steps, console=self.console, tensorboard=config.tensorboard
+        )
+        scope.callback(self.log.close)
+        self.saves = Saves(
+            *(self.store, self.models, plan.trained, self.done),
+            *(config.on_save_error, self.log.flush),
+        )
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error: object) -> None:
-        try:
-            self.log.close()
-        finally:
-            self.models.shutdown()
+        self._scope.close()
 
     def train(self) -> None:
         """Steps from the last checkpoint, or from 0, to the end."""
-        with self._stoppable() as stop, Progress(console=self.console) as progress:
+        try:
+            self._train()
+        except Exception:
+            if not self.models.calls.failure:  # the pools live: what they are writing is kept
+                with suppress(Exception):
+                    self.saves.finish()
+            raise
+
+    def _train(self) -> None:
+        stop = Stop(self.console.print)
+        with handled(stop.on_signal), Progress(console=self.console) as progress:
             bar = progress.add_task("steps", total=self.plan.steps, completed=self.done)
             if self.log.last_step < 0 and self.plan.held_out:
                 self.log.write(0, self.evaluate(0))
-            while self.done < self.plan.steps and not stop.is_set():
+            while self.done < self.plan.steps and not stop:
                 step = self.done + (2 if self.ahead else 1)
                 self.issue(step)
                 evaluates = self._due(self.config.eval_every, step)
-                saves = self._due(self.config.save_every, step) or stop.is_set()
+                saves = self._due(self.config.save_every, step) or bool(stop)
                 if evaluates or saves or not self.models.waits:
                     self.complete(evaluates=evaluates, saves=saves)
                 progress.update(bar, completed=self.done)
             if self.ahead:
                 self.complete()
-        if stop.is_set() and self.done < self.plan.steps:
-            if self.done and self.store.latest() != self.done:
-                self.save_roles(self.done)
-                self.commit(self.done)
+            self.saves.finish()
+            if stop and self.done and self.saves.newest != self.done:
+                self.save(self.done, self.record)
+                self.saves.finish()
+        if self.saves.newest != self.done:
+            raise SaveError(f"step {self.done}, the last, could not be saved in {self.out}")
+        if stop and self.done < self.plan.steps:
             self.console.print(f"stopped after step {self.done}; --resume continues {self.out}")
-            raise KeyboardInterrupt
+            raise Stopped(stop.number)
         self.console.print(f"finished after step {self.done}: {self.out}")
 
     def issue(self, step: int) -> None:
@@ -240,11 +266,13 @@ class Run:
         step = issued.step
         self._stop_if_stuck(record)
         record |= self.evaluate(step) if evaluates else {}
-        record |= self.save_roles(step) if saves else {}
-        self.log.write(step, record)  # before: no checkpoint stands without its record
-        if saves:
-            self.commit(step)
-        self.done = step
+        record |= self.save(step, record) if saves else {}
+        if self.config.max_restarts:
+            record["perf/restarts"] = self.restarts
+        with recording(self.config.on_save_error):
+            self.log.write(step, record)
+        self.done, self.record = step, record
+        self.saves.poll()
 
     def step(self, step: int) -> Issued:
         """One iteration of the algorithm; calls may still be under way."""
@@ -270,7 +298,7 @@ class Run:
             columns = batch.columns(*(n for n in SEEN if n in batch)).resolved()
         except ValueError as error:
             raise RuntimeError(f"{self.algorithm.__name__}.step failed in step {step}") from error
-        seconds = _seconds(calls := self._drained(step, issued.spans))
+        seconds = stage_seconds(calls := self._drained(step, issued.spans))
         if "gen" in seconds:  # the relay is part of that call, but a stage of its own
             relay_s = record.get("timing_s/update_weights", 0.0)
             seconds["gen"] -= relay_s
@@ -288,21 +316,24 @@ class Run:
         record["training/epoch"] = issued.epoch
         record["perf/compiles"] = sum(call.compiles for call in calls)
         if self.plan.rollout:
-            self.log.samples(step, self._samples(batch))
+            with recording(self.config.on_save_error):
+                self.log.samples(step, self._samples(batch))
         return record
 
     def _drained(self, step: int, spans: list[tuple[str, float, float]]) -> list[CallRecord]:
         """Waits for the calls up to a step; those that are new, which the timeline gets too."""
         calls = self.models.drain(step)
         if self.timeline:
-            self.timeline.write(calls, spans, step)
-        return calls
+            with recording(self.config.on_save_error):
+                self.timeline.write(calls, spans, step)
+        return [call for call in calls if call.method != WRITTEN]
 
     def _plain_memory(self, step: int) -> None:
         """The algorithm's memory as a checkpoint has it."""
         try:
-            self.models.memory = json.loads(json.dumps(self.models.memory))
-        except TypeError as error:
+            plain = json.dumps(self.models.memory, allow_nan=False)
+            self.models.memory = json.loads(plain)
+        except (TypeError, ValueError) as error:
             told = f"m.memory={self.models.memory!r} must be what JSON holds"
             raise RuntimeError(f"step {step} of {self.algorithm.__name__}: {told}") from error
 
@@ -381,22 +412,15 @@ class Run:
                 found = merge(found, {full: Mean(float(number), 1.0)} if ok else {})
         return found
 
-    def save_roles(self, step: int) -> dict[str, float]:
-        """Writes every trained role's state; the checkpoint shows when it is committed."""
-        start_s = time.perf_counter()
-        folder, models = self.store.begin(step), self.models
-        for reply in [getattr(models, r).save(path=str(folder / r)) for r in self.plan.trained]:
-            reply.result()
-        self._drained(step, taken_spans())
-        return {"timing_s/save_checkpoint": time.perf_counter() - start_s}
-
-    def commit(self, step: int) -> None:
-        """Completes the checkpoint by the data cursor, the step and the algorithm's memory."""
+    def save(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
+        """Begins the checkpoint of a step: roles, data cursor and the algorithm's memory."""
         memory = dict(self.models.memory)
         meta = {"step": step, "data": self.plan.source.state_dict(), "memory": memory}
         if self.plan.texts:
             meta["texts"] = self.plan.texts.state_dict()
-        self.store.commit(step, meta)
+        seconds = self.saves.begin(step, meta, record)
+        self._drained(step, taken_spans())
+        return seconds
 
     def _builders(self) -> dict[str, partial[Any]]:
         """The plan's builders; those of trained roles take up the checkpoint's state."""
@@ -410,36 +434,3 @@ class Run:
 
     def _due(self, every: int, step: int) -> bool:
         return step == self.plan.steps or (every > 0 and step % every == 0)
-
-    @contextmanager
-    def _stoppable(self) -> Iterator[threading.Event]:
-        """Ctrl-C lets the step end and saves it; a second one stops at once."""
-        stop = threading.Event()
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            if stop.is_set():
-                raise KeyboardInterrupt
-            stop.set()
-            self.console.print("stopping after this step; Ctrl-C again stops at once")
-
-        if threading.current_thread() is not threading.main_thread():
-            yield stop
-            return
-        before = signal.signal(signal.SIGINT, on_signal)
-        try:
-            yield stop
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-
-def _seconds(calls: list[CallRecord]) -> dict[str, float]:
-    """Seconds by stage: from the first process that began a call to the last that ended."""
-    seconds: dict[str, float] = {}
-    for transfer, group in itertools.groupby(calls, lambda call: call.method in (SEND, RECEIVE)):
-        found = list(group)
-        for stage, call in ((STAGES.get(c.method, c.method), c) for c in found if not transfer):
-            seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
-        if transfer:  # between pools, side by side: what lies between calls counts too
-            took_s = max(call.end_s for call in found) - min(call.start_s for call in found)
-            seconds["update_weights"] = seconds.get("update_weights", 0.0) + took_s
-    return seconds

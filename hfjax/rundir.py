@@ -2,9 +2,14 @@
 """A run's directory: opened once, continued only by the same run, exported from."""
 
 import dataclasses
+import fcntl
 import json
+import logging
 import os
+import socket
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from hfjax.algorithm import config_class, load_algorithm, main_role
 from hfjax.config import flat, from_dict, read_toml, to_toml
-from hfjax.engine.checkpoint import CheckpointStore, check_role, restore_role
+from hfjax.engine.checkpoint import check_role, restore_role
+from hfjax.engine.store import CheckpointStore
 from hfjax.metrics import cut_to_step
 from hfjax.models.hf import load_config, save_hf
 from hfjax.models.llama import abstract_params
@@ -23,10 +29,21 @@ from hfjax.roles import role_class, saved_state
 from hfjax.tokenizer import load_tokenizer
 from meshes.placement import Placement
 
+log = logging.getLogger(__name__)
+
 FREE_ON_RESUME = (
-    *("deadline_s", "eval_every", "keep_last", "out", "placement", "resume", "runtime"),
-    *("save_every", "start_deadline_s", "steps", "epochs", "tensorboard", "trace"),
+    *("deadline_s", "eval_every", "keep_best", "keep_last", "max_restarts", "on_save_error"),
+    *("out", "placement", "resume", "runtime", "save_every", "steps", "epochs"),
+    *("start_deadline_s", "tensorboard", "trace"),
 )
+LOCK = "run.lock"
+# What a run that ended before its first record has left, with files that were not replaced yet.
+OWN = {"checkpoints", LOCK, "tensorboard", "trace.json"}
+OWN |= {
+    f"{name}{new}"
+    for name in ("settings.toml", "placement.toml", "run.json")
+    for new in ("", ".new")
+}
 
 
 def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, CheckpointStore]:
@@ -39,20 +56,55 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
     used = (out / "metrics.jsonl").exists() or any(folder.glob("step_*"))
     if used and not config.resume:
         raise ValueError(f"out={out} holds a run; add --resume or choose another directory")
-    if not used and out.is_dir() and any(out.iterdir()) and not (out / "run.json").is_file():
+    there = {path.name for path in out.iterdir()} if out.is_dir() else set[str]()
+    if not used and there - OWN:
         raise ValueError(f"out={out} holds files of something else; choose another directory")
-    if config.resume and not used:
+    if config.resume and not there:
         raise ValueError(f"out={out} holds no run to resume; leave --resume out")
-    if config.resume:
+    if used and "run.json" not in there:
+        raise ValueError(f"out={out}: run.json is missing, which says whose run it is; put it back")
+    if config.resume and "run.json" in there:
         _check_same_run(out, config, about)
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"out={out}: {there} cannot be written; choose another directory")
-    store = CheckpointStore(folder, keep_last=config.keep_last)
+    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK):
+        raise ValueError(f"out={out}: {parent} cannot be written; choose another directory")
+    store = CheckpointStore(folder, config.keep_last, config.keep_best)
     done = store.latest() or 0
     if 0 < config.steps < done:
         raise ValueError(f"steps={config.steps}: {out} is at step {done}; set steps above that")
     return done, store
+
+
+@contextmanager
+def hold(out: Path) -> Iterator[bool]:
+    """Keeps other processes out of a run's directory; whether it is there to be held.
+
+    The kernel lets go of it when this process ends, in whatever way.
+    """
+    try:
+        names = set(os.listdir(out)) if out.is_dir() else set[str]()
+        own = "run.json" in names or (names and names <= OWN)
+        file = (out / LOCK).open("a+") if own else None
+    except OSError:  # not a directory to write in, which is said later
+        file = None
+    if file is None:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"out={out} is in use by {file.read() or 'another process'}; wait for it, stop it "
+                "or choose another directory"
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): let no other run use it", out, error)
+        with suppress(OSError):  # a full disk
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield True
 
 
 def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""trace.json: what each process and the controller did when, for Perfetto; and as text."""
+"""What each process and the controller did when: for Perfetto, as text, seconds by stage."""
 
 import contextlib
+import itertools
 import json
 import os
 import string
@@ -11,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.controller.calls import CallRecord
+from hfjax.controller.handle import RECEIVE, SEND
 
+STAGES = {  # method -> verl's name of the stage
+    "generate_sequences": "gen",
+    "compute_reward": "reward",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "values",
+}
 CONTROLLER, DRIVER = "controller", "driver"  # its stages, and the pool of roles beside it
 HERE = (CONTROLLER, DRIVER)  # they have no devices
 COLUMNS = 72  # of the picture
@@ -141,3 +150,16 @@ def picture(bars: Sequence[Bar]) -> str:
     rows = [f"  {key[1]:>{width}} {key[2]}  {''.join(lines[key])}" for key in sorted(lines)]
     legend = "  ".join(f"{letter} {name}" for name, letter in letters.items())
     return "\n".join([*rows, f"  {(end_s - begin_s) * 1e3:.0f} ms; {legend}"])
+
+
+def stage_seconds(calls: list[CallRecord]) -> dict[str, float]:
+    """Seconds by stage: from the first process that began a call to the last that ended."""
+    seconds: dict[str, float] = {}
+    for transfer, group in itertools.groupby(calls, lambda call: call.method in (SEND, RECEIVE)):
+        found = list(group)
+        for stage, call in ((STAGES.get(c.method, c.method), c) for c in found if not transfer):
+            seconds[stage] = seconds.get(stage, 0.0) + call.end_s - call.start_s
+        if transfer:  # between pools, side by side: what lies between calls counts too
+            took_s = max(call.end_s for call in found) - min(call.start_s for call in found)
+            seconds["update_weights"] = seconds.get("update_weights", 0.0) + took_s
+    return seconds

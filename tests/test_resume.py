@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,7 @@ from algorithms import grpo, ppo, safe_rlhf, sft
 from hfjax.algorithm import config_class
 from hfjax.arithmetic import write_task_model_config
 from hfjax.config import from_dict, to_toml
-from hfjax.controller.worker import RoleError
-from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.store import CheckpointStore
 from hfjax.engine.train import Trainer
 from hfjax.metrics import STEP, MetricLog
 from hfjax.models.hf import load_config, load_params
@@ -203,7 +203,7 @@ def test_a_resume_that_fails_leaves_every_file_as_it_was(tmp_path: Path) -> None
 
     data = max((out / "checkpoints").rglob("d/*"), key=lambda path: path.stat().st_size)
     data.write_bytes(data.read_bytes()[:-1] + b"?")
-    with pytest.raises(RoleError, match="is damaged"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: step 1 is damaged"):
         train(sft, again)
     assert files() == before
 
@@ -290,16 +290,17 @@ def test_resume_needs_a_run_and_a_run_needs_a_free_directory(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_after_the_step_with_a_checkpoint_to_resume(
-    tmp_path: Path, whole: Path
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint_to_resume(
+    number: int, status: int, tmp_path: Path, whole: Path
 ) -> None:
-    """Exit status 130; what follows the resumption is what would have followed the step."""
+    """Ctrl-C, and what comes before a machine is taken away; the rest is as it would have been."""
     config = configured(tmp_path, save_every=0)
     process = started(config)
     wait_for_step(process, config.out, 1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: reward workers get it too
+    os.killpg(process.pid, number)  # as a terminal does: reward workers get it too
     _, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, errors[-3000:]
+    assert process.returncode == status, errors[-3000:]
     assert "Traceback" not in errors
     done = records(Path(config.out))[-1][STEP]
     saved = sorted(path.name for path in (Path(config.out) / "checkpoints").iterdir())
@@ -360,6 +361,47 @@ def test_a_ray_run_killed_in_step_7_and_resumed_equals_one_never_stopped(tmp_pat
     whole = run(tmp_path / "whole")
     finished(whole)
     assert untimed(Path(config.out)) == untimed(Path(whole.out))
+
+
+def two_pools(path: Path) -> str:
+    """The actor on four devices, the others on four more."""
+    shape = MeshShape(fsdp=2, tensor=2)
+    roles = {
+        "actor": RolePlacement("actor", "first", train=shape),
+        "critic": RolePlacement("critic", "second", train=shape),
+        "reference": RolePlacement("reference", "second", infer=shape),
+    }
+    path.write_text(
+        Placement({name: Pool(name, 4) for name in ("first", "second")}, roles).to_toml()
+    )
+    return str(path)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_two_processes_of_four_devices_saved_goes_on_anywhere(tmp_path: Path) -> None:
+    """In one process of eight devices, one of two, and two pools: the next step has its numbers."""
+    eight, two = MeshShape(data=2, fsdp=2, tensor=2), MeshShape(data=2)
+    many = placed(tmp_path / "many.toml", eight, *ROLES, processes=2)
+    config = configured(tmp_path, steps=4, runtime="ray", placement=many)
+    finished(config)
+    expected = records(Path(config.out))[-1]
+    shown = (Path(config.out) / "samples.jsonl").read_text()
+    placements = {
+        "eight": placed(tmp_path / "eight.toml", eight, *ROLES),
+        "two": placed(tmp_path / "two.toml", two, *ROLES),
+        "pools": two_pools(tmp_path / "pools.toml"),
+    }
+    for name, placement in placements.items():
+        out = tmp_path / name
+        shutil.copytree(config.out, out)
+        shutil.rmtree(out / "checkpoints" / "step_00000004")
+        there = {"out": str(out), "placement": placement, "runtime": "local", "resume": True}
+        found = records(train(ppo, dataclasses.replace(config, **there)))
+        assert [record[STEP] for record in found] == [1, 2, 3, 4]
+        assert (out / "samples.jsonl").read_text() == shown, name
+        for metric in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "actor/entropy"):
+            assert found[-1][metric] == pytest.approx(expected[metric], abs=1e-5), (name, metric)
 
 
 def finished(config: Any) -> None:

@@ -25,8 +25,9 @@ from hfjax.controller.calls import CallRecord
 from hfjax.metrics import Max
 from hfjax.models.hf import load_config, load_params
 from hfjax.models.llama import hidden_states, lm_logits
-from hfjax.run import Run, _seconds, train
+from hfjax.run import Run, train
 from hfjax.rundir import export_run
+from hfjax.timeline import stage_seconds
 from meshes.mesh import MeshShape
 from tests.fixtures import path_table, placed, write_lut, write_tiny_hf, write_tokenizer
 
@@ -548,4 +549,4 @@ def test_a_transfer_between_pools_takes_from_its_first_call_to_its_last() -> Non
         CallRecord(i, 1, "actor", method, "pool", start, end, 0, frozenset())
         for i, (method, start, end) in enumerate(spans)
     ]
-    assert _seconds(calls) == {"update_weights": 6 + 3, "gen": 3, "update_actor": 1}
+    assert stage_seconds(calls) == {"update_weights": 6 + 3, "gen": 3, "update_actor": 1}

@@ -13,7 +13,7 @@ import pytest
 from algorithms import ppo, sft
 from hfjax.batch import Batch
 from hfjax.controller.handle import Models
-from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.store import CheckpointStore
 from hfjax.metrics import STEP
 from hfjax.run import Run, train
 from meshes.mesh import MeshShape
@@ -43,7 +43,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
         return call
 
-    for name in ("step", "finish", "evaluate", "commit"):
+    for name in ("step", "finish", "evaluate", "save"):
         monkeypatch.setattr(Run, name, of(name))
     return seen
 
@@ -60,8 +60,8 @@ def test_a_step_is_issued_before_the_last_is_finished_but_after_what_follows_tha
     assert seen == [
         ("evaluate", 0),
         *[("step", 1), ("step", 2), ("finish", 1), ("finish", 2), ("evaluate", 2)],
-        *[("step", 3), ("finish", 3), ("commit", 3), ("step", 4), ("finish", 4), ("evaluate", 4)],
-        *[("step", 5), ("step", 6), ("finish", 5), ("finish", 6), ("evaluate", 6), ("commit", 6)],
+        *[("step", 3), ("finish", 3), ("save", 3), ("step", 4), ("finish", 4), ("evaluate", 4)],
+        *[("step", 5), ("step", 6), ("finish", 5), ("finish", 6), ("evaluate", 6), ("save", 6)],
     ]
     assert [record[STEP] for record in records(out)] == list(range(7))
 

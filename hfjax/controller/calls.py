@@ -140,6 +140,12 @@ class Calls:
                 self._stop(RoleError(f"{self._oldest()}a column is lost: {error}"))
             raise error
 
+    def seen(self, call: PendingCall) -> bool:
+        """Whether every process has reported of a call; does not wait."""
+        self.check()
+        self._poll([], 0)
+        return call.number not in self.open
+
     def finish(self, call: PendingCall, timeout_s: float | None = None) -> list[CallInfo]:
         """What each process reports of a call, by rank."""
         self._wait(call.infos, timeout_s)

@@ -34,6 +34,11 @@ class Reply:
     def __init__(self, calls: Calls, call: PendingCall, ranks: Sequence[int]) -> None:
         self._calls, self._call, self._ranks = calls, call, ranks
 
+    @property
+    def done(self) -> bool:
+        """Whether all processes have answered."""
+        return self._calls.seen(self._call)
+
     def result(self, timeout_s: float | None = None) -> list[Any]:
         """The values in the protocol's order, waiting for all processes."""
         infos = self._calls.finish(self._call, timeout_s)

@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the roles' arrays (Orbax) and the driver's JSON in a directory, whole or invisible.
+"""A role's arrays on disk (Orbax): written beside what follows, read on any mesh, damage named.
 
-    checkpoints/step_00000006/actor/...      written by the processes of the actor's pool
-                              meta.json      step, data cursor, controllers; written last
-    checkpoints/step_00000008.tmp/...        being written, or left by a run that was killed
-
+Each process writes its shards; when all have, one of them, or the driver, puts them together.
 On several hosts the directory must be one that all of them see.
 """
 
+import asyncio
 import dataclasses
 import json
 import logging
 import os
-import re
-import shutil
-import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,30 +20,49 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding
 
 from meshes.layouts import replicated
 
-META = "meta.json"
-TMP = ".tmp"
-CHECKSUMS = "checksums_"  # + process number
+CHECKSUMS = "checksums.json"  # of a role's other files; written last
 BLOCK_BYTES = 1 << 24
+READERS = 8  # threads that sum files
+Sums = dict[str, list[int]]  # file below a role's directory -> bytes, CRC-32
 
-log = logging.getLogger(__name__)
 
+def start_save(path: str | Path, state: Any, shapes: Any = None) -> Future[Sums]:
+    """Copies a tree of arrays and writes it, bit for bit, in a thread of its own.
 
-def save_role(path: str | Path, state: Any, shapes: Any = None) -> None:
-    """Writes a tree of arrays bit for bit and returns when it is written.
-
-    Every process of the mesh calls it. With `shapes`, a tree like `state`, what lies beyond them
-    is left out: padding that is there for one mesh only.
+    Every process of the mesh calls it, and may donate the arrays when it returns. The future gives
+    the sums of the large files that this process wrote, or raises what writing them raised; the
+    sums of all are for finish_save. With `shapes`, a tree like `state`, what lies beyond them is
+    left out: padding that is there for one mesh only.
     """
     path = Path(path).absolute()
     if shapes is not None:
         state = jax.tree.map(lambda x, to: x if x.shape == to.shape else _cut(x, to), state, shapes)
-    with _quiet(), _checkpointer() as writer:
-        writer.save(path, args=ocp.args.PyTreeSave(_flat(state)))
-    _write_checksums(path)
+    arrays = {name: _kept(x) for name, x in _flat(state).items()}
+    writer = ThreadPoolExecutor(1, thread_name_prefix="save")
+    begun = writer.submit(_begin, path, arrays)
+    wait([begun])  # the arrays are on the host
+    done = writer.submit(_written, path, begun)
+    writer.shutdown(wait=False)
+    return done
+
+
+def finish_save(path: str | Path, sums: Mapping[str, list[int]]) -> None:
+    """Puts what all processes wrote under `path` together; one caller, when all have written."""
+    path = Path(path).absolute()
+    _handler().finalize(epath.Path(path))
+    rest = [name for name in _files(path) if name not in sums]
+    every = {**sums, **_sums(path, rest)}
+    (path / CHECKSUMS).write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
+
+
+def save_role(path: str | Path, state: Any, shapes: Any = None) -> None:
+    """start_save and finish_save of a mesh that one process holds; returns when all is written."""
+    finish_save(path, start_save(path, state, shapes).result())
 
 
 def restore_role(path: str | Path, abstract: Any, shapes: Any = None, *, whole: bool = True) -> Any:
@@ -61,16 +75,15 @@ def restore_role(path: str | Path, abstract: Any, shapes: Any = None, *, whole: 
     """
     path = Path(path).absolute()
     check_role(path, abstract if shapes is None else shapes, whole=whole)
-    _verify_checksums(path)
+    verify_role(path, share=slice(jax.process_index(), None, jax.process_count()))
     wanted = _flat(abstract)
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     how = {name: dataclasses.replace(each, strict=False) for name, each in how.items()}  # fill up
     args = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
-    with _quiet(), _checkpointer() as reader:
-        try:
-            arrays = reader.restore(path, args=args)
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    try:
+        arrays = _handler().restore(epath.Path(path), args=args)
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in wanted])
 
 
@@ -79,125 +92,45 @@ def check_role(path: str | Path, shapes: Any, *, whole: bool = True) -> None:
     path = Path(path).absolute()
     if not path.is_dir():
         raise ValueError(f"no checkpoint at {path}")
-    with _quiet(), _checkpointer() as reader:
-        try:
-            metadata: Any = reader.metadata(path).item_metadata
-            saved = metadata.tree
-        except Exception as error:
-            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    try:
+        metadata: Any = _handler().metadata(epath.Path(path))
+        saved = metadata.tree
+    except Exception as error:
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
     wanted = _flat(shapes)
     _check_same(path, saved if whole else {n: saved[n] for n in wanted if n in saved}, wanted)
 
 
-class CheckpointStore:
-    """The checkpoints of one run, kept by its driver: begin, let the roles save, commit."""
-
-    def __init__(self, root: str | Path, keep_last: int = 2) -> None:
-        """Nothing is written yet."""
-        if type(keep_last) is not int or keep_last < 1:
-            raise ValueError(f"keep_last = {keep_last!r}: must be a whole number, 1 or more")
-        self.root = Path(root).absolute()
-        self.keep_last = keep_last
-
-    def make_root(self) -> None:
-        """Creates `root` and writes a probe there, so that a full or foreign disk shows at once."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root) as probe:
-                probe.write(b"probe")
-        except OSError as error:
-            raise ValueError(
-                f"checkpoint directory {self.root} cannot be written ({error}); "
-                "choose another run directory with `out`"
-            ) from error
-
-    def path(self, step: int) -> Path:
-        """Where the whole checkpoint of a step is, or will be."""
-        return self.root / f"step_{step:08d}"
-
-    def begin(self, step: int) -> Path:
-        """An empty directory for this step's roles; what a killed run left there is removed."""
-        tmp = self._tmp(step)
-        if tmp.exists():
-            shutil.rmtree(tmp)
-        tmp.mkdir(parents=True)
-        return tmp
-
-    def commit(self, step: int, meta: dict[str, Any]) -> Path:
-        """Makes the step visible, then deletes what is older than the last `keep_last`."""
-        tmp, final = self._tmp(step), self.path(step)
-        (tmp / META).write_text(json.dumps(meta, indent=1, sort_keys=True) + "\n")
-        _sync_tree(tmp)
-        if final.exists():  # the same step again, after resuming from an older one
-            self._hide(final)
-        tmp.rename(final)
-        _sync(self.root)
-        for old in self.steps()[: -self.keep_last]:
-            self._hide(self.path(old))
-        for left in self.root.glob(f"step_*{TMP}"):
-            shutil.rmtree(left)
-        return final
-
-    def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, ascending."""
-        return [step for step, whole in self._found() if whole]
-
-    def latest(self) -> int | None:
-        """The newest step with a whole checkpoint; newer incomplete ones are named in the log."""
-        steps = self.steps()
-        newest = steps[-1] if steps else None
-        for step, whole in self._found():
-            if not whole and (newest is None or step > newest):
-                log.warning(
-                    "checkpoint of step %d in %s is incomplete and ignored; resuming from %s",
-                    *(step, self.root, "the start" if newest is None else f"step {newest}"),
-                )
-        return newest
-
-    def load_meta(self, step: int) -> dict[str, Any]:
-        """What was given to commit."""
-        path = self.path(step) / META
-        try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"checkpoint file {path} cannot be read: {error}") from error
-
-    def _tmp(self, step: int) -> Path:
-        return self.path(step).with_name(self.path(step).name + TMP)
-
-    def _found(self) -> list[tuple[int, bool]]:
-        """(step, whole) of every checkpoint directory, ascending."""
-        found = []
-        for path in self.root.glob("step_*"):
-            if match := re.fullmatch(rf"step_(\d+)({re.escape(TMP)})?", path.name):
-                found.append((int(match[1]), match[2] is None and (path / META).is_file()))
-        return sorted(found)
-
-    def _hide(self, path: Path) -> None:
-        """Renames a checkpoint before it is deleted: a half deleted one must not look whole."""
-        path.rename(
-            Path(tempfile.mkdtemp(prefix="step_old_", suffix=TMP, dir=self.root)) / path.name
-        )
-
-
-@contextmanager
-def _checkpointer() -> Iterator[ocp.Checkpointer]:
+def _handler() -> ocp.PyTreeCheckpointHandler:
     # float32 weights and moments hardly compress; zstd would only cost time
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        yield checkpointer
+    return ocp.PyTreeCheckpointHandler(use_compression=False)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax logs through absl, its errors excepted silent here: failures are raised anyway."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+# Orbax logs through absl; its failures are raised too, and what it warns of is not wrong here.
+logging.getLogger("absl").addFilter(lambda record: f"{os.sep}orbax{os.sep}" not in record.pathname)
+
+
+def _begin(path: Path, arrays: dict[str, Any]) -> Iterable[Any]:
+    """Orbax's futures of the writing; the arrays are on the host when it returns."""
+    path.mkdir(parents=True, exist_ok=True)
+    save = _handler().async_save(epath.Path(path), args=ocp.args.PyTreeSave(arrays))
+    return asyncio.run(save) or ()
+
+
+def _written(path: Path, begun: Future[Iterable[Any]]) -> Sums:
+    for future in begun.result():
+        future.result()
+    own = f"ocdbt.process_{jax.process_index()}/"
+    names = [name for name in _files(path) if name.startswith(own)]
+    for name in names:
+        sync(path / name)
+    return _sums(path, names)
+
+
+def _kept(x: jax.Array) -> jax.Array:
+    """What may be read on after `x` is donated; from a device it is copied anyway."""
+    on_host = next(iter(x.devices())).platform == "cpu"
+    return jax.device_put(x, x.sharding, may_alias=False) if on_host else x
 
 
 def _cut(x: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
@@ -236,56 +169,54 @@ def _check_same(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> No
         )
 
 
-def _write_checksums(path: Path) -> None:
-    """Each process sums the files it wrote: Orbax would restore flipped bits without a word."""
-    own = jax.process_index()
-    sums = {}
-    for file in _files(path):
-        match = re.match(r"ocdbt\.process_(\d+)/", file)
-        if own == (int(match[1]) if match else 0):
-            sums[file] = _crc32(path / file)
-    (path / f"{CHECKSUMS}{own}.json").write_text(json.dumps(sums, indent=1) + "\n")
+def verify_role(path: str | Path, *, contents: bool = True, share: slice = slice(None)) -> None:
+    """Refuses missing, cut and changed files: Orbax would restore flipped bits without a word.
 
-
-def _verify_checksums(path: Path) -> None:
-    """Refuses missing, cut and changed files; each process reads its share of them."""
+    Not `contents`: only sizes are looked at. `share` of the files' names in order: a process's.
+    """
+    path = Path(path)
     try:
-        lists = [json.loads(file.read_text()) for file in path.glob(f"{CHECKSUMS}*.json")]
-    except ValueError as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}") from error
-    sums = {name: crc for each in lists for name, crc in each.items()}
-    names = sorted({*sums, *_files(path)})
-    for name in names[jax.process_index() :: jax.process_count()]:
-        file = path / name
-        if not file.is_file():
+        sums = json.loads((path / CHECKSUMS).read_text())
+        names = sorted({*sums, *_files(path)})[share]
+        sizes = {name: int(sums[name][0]) for name in names if name in sums}
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"checkpoint {path} is damaged: {CHECKSUMS}: {error}") from None
+    for name in names:
+        if not (path / name).is_file():
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing")
-        if name not in sums or _crc32(file) != sums[name]:
+        if sizes.get(name) != (path / name).stat().st_size:
+            raise ValueError(f"checkpoint {path} is damaged: {name} is not as it was written")
+    found = _sums(path, names if contents else [])
+    for name in found:
+        if found[name] != sums[name]:
             raise ValueError(f"checkpoint {path} is damaged: {name} is not as it was written")
 
 
 def _files(path: Path) -> list[str]:
     """Files below `path`, without the checksums themselves."""
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
-    return sorted(name for name in names if not name.startswith(CHECKSUMS))
+    return sorted(name for name in names if name != CHECKSUMS)
 
 
-def _crc32(file: Path) -> int:
-    crc = 0
+def _sums(path: Path, names: Iterable[str]) -> Sums:
+    """Bytes and CRC-32 of files below `path`."""
+    names = list(names)
+    with ThreadPoolExecutor(READERS) as readers:
+        found = readers.map(lambda name: file_sum(path / name), names)
+        return dict(zip(names, found, strict=True))
+
+
+def file_sum(file: Path) -> list[int]:
+    """Bytes and CRC-32 of a file."""
+    size = crc = 0
     with file.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
 
 
-def _sync_tree(root: Path) -> None:
-    """Forces a directory and all below it to disk."""
-    for folder, _, files in os.walk(root):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -4,6 +4,9 @@
 import io
 import json
 import math
+import re
+import resource
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -265,3 +268,22 @@ def test_tensorboard_gets_every_number(tmp_path):
     log.close()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"critic/score/mean" in events.read_bytes()
+
+
+def test_lines_that_a_full_disk_refuses_are_written_whole_the_next_time(tmp_path: Path) -> None:
+    """No file may grow beyond the middle of the second line."""
+    log, path = quiet_log(tmp_path), tmp_path / "metrics.jsonl"
+    log.write(1, {"actor/lr": 0.5})
+    before, (size, most) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, most))
+    try:
+        for write in (lambda: log.write(2, {"actor/lr": 0.25}), log.flush):
+            with pytest.raises(OSError, match=re.escape(str(path))):
+                write()
+            assert path.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    log.write(3, {"actor/lr": 0.125})
+    found = [json.loads(line)["actor/lr"] for line in path.read_text().splitlines()]
+    assert found == [0.5, 0.25, 0.125]
+    log.flush()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: bit-exact on any mesh and process count, whole or invisible, damage is named."""
 
+import json
 import logging
 import os
 import socket
@@ -15,7 +16,8 @@ import numpy as np
 import optax
 import pytest
 
-from hfjax.engine.checkpoint import CheckpointStore, restore_role, save_role
+from hfjax.engine.checkpoint import finish_save, restore_role, save_role, start_save
+from hfjax.engine.store import CheckpointStore
 from meshes.layouts import replicated, shardings, train_layout
 from meshes.mesh import MeshShape, make_mesh
 
@@ -80,13 +82,14 @@ def test_state_comes_back_bit_for_bit_on_any_mesh(target: MeshShape, tmp_path: P
 
 
 TWO_PROCESSES = """
+import json
 import sys
 import jax
 import numpy as np
 address, process, source, target = sys.argv[1:]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, 2, int(process))
-from hfjax.engine.checkpoint import restore_role, save_role
+from hfjax.engine.checkpoint import finish_save, restore_role, save_role, start_save
 from meshes.layouts import replicated, shardings, train_layout
 from meshes.mesh import MeshShape, make_mesh
 shape = MeshShape(data=2, fsdp=2)
@@ -100,7 +103,8 @@ wanted = {
 }
 state = restore_role(source, wanted)
 assert not state["w_up"].is_fully_addressable
-save_role(target, state)
+sums = start_save(target, state).result()
+print(json.dumps(sums))
 """
 
 
@@ -115,16 +119,26 @@ def test_two_processes_read_and_write_the_same_bits(tmp_path: Path, free_port: i
     command = [sys.executable, "-W", "error", "-c", TWO_PROCESSES, f"localhost:{free_port}"]
     where = [str(tmp_path / "source"), str(tmp_path / "target")]
     workers = [
-        subprocess.Popen([*command, str(i), *where], env=env, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(i), *where],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for i in range(2)
     ]
+    sums: dict[str, list[int]] = {}
     try:
         for worker in workers:
-            _, errors = worker.communicate(timeout=120)
+            told, errors = worker.communicate(timeout=120)
             assert worker.returncode == 0, errors
+            sums |= json.loads(told)
     finally:
         for worker in workers:
             worker.kill()
+    assert {name.partition("/")[0] for name in sums} == {"ocdbt.process_0", "ocdbt.process_1"}
+    finish_save(tmp_path / "target", sums)
     target = _abstract(MeshShape(fsdp=8))
     back = restore_role(tmp_path / "target", {**target["params"], "updates": target["updates"]})
     _assert_same_bits(back, state)
@@ -220,19 +234,24 @@ def test_saving_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture, caplo
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def _commit(store: CheckpointStore, step: int) -> None:
-    (store.begin(step) / "actor").mkdir()
-    store.commit(step, {"step": step})
+def _commit(store: CheckpointStore, step: int, **meta: Any) -> None:
+    """A checkpoint of one role with one small array."""
+    sums = start_save(store.begin(step) / "actor", {"w": jnp.ones(3) * step}).result()
+    store.commit(step, {"step": step, **meta}, {"actor": sums})
 
 
 def test_a_checkpoint_shows_when_it_is_whole(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     assert store.latest() is None
     tmp = store.begin(6)
-    save_role(tmp / "actor", {"w": jnp.ones(3)})
+    sums = start_save(tmp / "actor", {"w": jnp.ones(3)}).result()
     assert store.latest() is None
     meta = {"step": 6, "cursor": [1, 4], "kl": {"coef": 0.1 + 0.2}}
-    assert store.commit(6, meta) == store.path(6) == tmp_path / "run/checkpoints/step_00000006"
+    assert (
+        store.commit(6, meta, {"actor": sums})
+        == store.path(6)
+        == tmp_path / "run/checkpoints/step_00000006"
+    )
     assert (store.path(6) / "actor").is_dir()
     assert (store.latest(), store.load_meta(6)) == (6, meta)
 
@@ -249,7 +268,7 @@ def test_killed_while_saving_leaves_the_old_one(
     assert "checkpoint of step 4" in caplog.text
     assert "incomplete and ignored; resuming from step 2" in caplog.text
     assert list(again.begin(4).iterdir()) == []  # step 4 can be saved again
-    again.commit(4, {"step": 4})
+    again.commit(4, {"step": 4}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
 
 
@@ -258,7 +277,7 @@ def test_a_failed_commit_leaves_the_old_one(tmp_path: Path) -> None:
     _commit(store, 2)
     store.begin(4)
     with pytest.raises(TypeError):
-        store.commit(4, {"cursor": object()})
+        store.commit(4, {"cursor": object()}, {})
     assert store.latest() == 2
 
 

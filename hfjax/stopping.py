@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends that come from outside, Ctrl-C and SIGTERM, and starts after failures."""
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from hfjax.saving import SaveError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CHANGING = re.compile(r"\b(?:0x)?[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Stop:
+    """Whether a run is to end after its step: the first signal asks for it, a second ends it."""
+
+    def __init__(self, tell: Callable[[str], Any]) -> None:
+        self.number, self._tell = 0, tell
+
+    def __bool__(self) -> bool:
+        return self.number != 0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if self.number:
+            raise Stopped(number)
+        self.number = number
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self._tell(f"{name}: stopping after this step; again stops at once")
+
+
+def at_once(number: int, frame: FrameType | None) -> None:
+    """The handler while no step is under way."""
+    raise Stopped(number)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Both signals go to `handler`, in the main thread; elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+class Restarts:
+    """How often a run may start again after failures, and after which it does."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+        self._last: Any = None  # the last failure: step, newest checkpoint, kind
+
+    def again(self, error: Exception, step: int, saved: int, console: Console) -> bool:
+        """Whether to go on from the checkpoint of step `saved` after a failure in `step`.
+
+        Refusals, checkpoints that cannot be written and a failure that comes again before another
+        checkpoint end the run.
+        """
+        if isinstance(error, ValueError | SaveError) or getattr(error, "refusal", False):
+            return False
+        first = str(error).partition("\n")[0]
+        failure = (step, saved, type(error), CHANGING.sub("", first))
+        repeated, self._last = failure == self._last, failure
+        if self.count >= self.most:
+            return False
+        if repeated:
+            console.print(f"step {step} failed twice in the same way: not started again")
+            return False
+        self.count += 1
+        at = f"step {saved}" if saved else "the start"
+        console.print(f"restart {self.count} of {self.most} from {at}: {first}", markup=False)
+        return True
