@@ -188,7 +188,7 @@ FAULTS = {
         told=("kill", "update", LAST),
         status=0,
         goes_on=True,
-        says=f"restart 1 of 1 from step {STEP - 1}: {ACTOR}: the process died",
+        says=rf"restart 1 of 1 from step \d: {ACTOR}: the process died",
         within_s=LONGEST_S,
         settings={"max_restarts": 1},
     ),
@@ -229,7 +229,7 @@ FAULTS = {
     ),
     "worker killed in a save": Fault(
         act=in_a_save(lambda victim: victim.workers()[-1]),
-        says=r"role '\w+', save at step 4 \(rank \d of pool '\w+' on host \S+\): the process died",
+        says=r"role '\w+', \w+ at step \d \(rank \d of pool '\w+' on host \S+\): the process died",
     ),
     "Ctrl-C": Fault(told=WAITS, act=interrupt, status=130, says="stopped after step"),
     "SIGTERM": Fault(told=WAITS, act=preempt, status=143, says="stopped after step"),
