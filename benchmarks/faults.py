@@ -184,6 +184,14 @@ WAITS = ("wait", "reward", 0)  # the step is held up while something is done fro
 SKIP = {"reward": {"on_error": "skip"}}
 FAULTS = {
     "worker killed": Fault(told=("kill", "update", LAST), says=f"{ACTOR}: the process died"),
+    "worker killed, restarted": Fault(
+        told=("kill", "update", LAST),
+        status=0,
+        goes_on=True,
+        says=rf"restart 1 of 1 from step \d: {ACTOR}: the process died",
+        within_s=LONGEST_S,
+        settings={"max_restarts": 1},
+    ),
     "worker stopped": Fault(
         told=("stop", "update", LAST),
         says=rf"{ACTOR}: not finished after deadline_s=20[\s\S]*does not respond",
@@ -221,7 +229,7 @@ FAULTS = {
     ),
     "worker killed in a save": Fault(
         act=in_a_save(lambda victim: victim.workers()[-1]),
-        says=r"role '\w+', save at step 4 \(rank \d of pool '\w+' on host \S+\): the process died",
+        says=r"role '\w+', \w+ at step \d \(rank \d of pool '\w+' on host \S+\): the process died",
     ),
     "Ctrl-C": Fault(told=WAITS, act=interrupt, status=130, says="stopped after step"),
     "SIGTERM": Fault(told=WAITS, act=preempt, status=143, says="stopped after step"),

@@ -20,7 +20,7 @@ import numpy as np
 import tomli_w
 
 from benchmarks.faulty_ppo import FAULT, ROWS
-from hfjax.engine.checkpoint import CheckpointStore
+from hfjax.engine.store import CheckpointStore
 from hfjax.metrics import STEP
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
@@ -295,12 +295,12 @@ def restored(folder: Path) -> dict[str, np.ndarray]:
     """The arrays that a role saved, on the host."""
     import jax
     import orbax.checkpoint as ocp
+    from etils import epath
     from jax.sharding import SingleDeviceSharding
 
     from hfjax.engine.checkpoint import restore_role
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as reader:
-        metadata: Any = reader.metadata(folder).item_metadata
+    metadata: Any = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder))
     here = SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)

@@ -9,8 +9,7 @@ import socket
 import sys
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.machinery import PathFinder
@@ -20,6 +19,7 @@ from typing import Any
 from hfjax.controller import loopback, probe, processes
 from hfjax.controller.pool import Pool, ProcessDied
 from hfjax.controller.processes import account, own_sigterm, within
+from hfjax.controller.resources import bundle_of, check_feasible, request, total
 from hfjax.controller.worker import (
     LATER_S,
     Call,
@@ -36,7 +36,6 @@ PROBE_TIMEOUT_S = 3
 KILL_TIMEOUT_S = 5
 CLOSE_TIMEOUT_S = 20  # for Ray to end its processes
 COORDINATOR_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below ephemeral ones
-RESOURCES = {"cpu": "CPU", "gpu": "GPU"}  # platform -> the Ray resource that counts its devices
 
 
 class RayProcess:
@@ -260,14 +259,14 @@ class RayRuntime:
         import ray
 
         platform = str(self.platform)
-        bundles = [_bundle(pool, platform) for pool in pools for _ in range(pool.processes)]
+        bundles = [bundle_of(pool, platform) for pool in pools for _ in range(pool.processes)]
         self._group = ray.util.placement_group(bundles, strategy="PACK")
         limit_s = min(RESERVE_TIMEOUT_S, self.start_deadline_s)
         if not self._group.wait(limit_s):
             free = {k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU")}
             raise ValueError(
-                f"{_request(pools, platform)}: not free within {limit_s:g} s; the cluster "
-                f"has {_total(ray.cluster_resources())}, now available {_total(free)}; "
+                f"{request(pools, platform)}: not free within {limit_s:g} s; the cluster "
+                f"has {total(ray.cluster_resources())}, now available {total(free)}; "
                 "end other jobs or give the pools less"
             )
 
@@ -342,49 +341,6 @@ class RayRuntime:
                 raise RoleError(f"{waiting[done[0]]}: did not {what}: {error}") from None
             del waiting[done[0]]
         return self.get(refs)
-
-
-def check_feasible(
-    pools: Sequence[spec.Pool], platform: str, nodes: Sequence[Mapping[str, float]]
-) -> None:
-    """Refuses pools that the cluster could not hold even if it were empty."""
-    have = Counter[str]()
-    for node in nodes:
-        have.update({kind: node.get(kind, 0) for kind in ("CPU", "GPU")})
-    need = Counter[str]()
-    for pool in pools:
-        bundle = _bundle(pool, platform)
-        need.update({kind: count * pool.processes for kind, count in bundle.items()})
-        if not any(all(node.get(k, 0) >= n for k, n in bundle.items()) for node in nodes):
-            biggest = max((node.get(RESOURCES[platform], 0) for node in nodes), default=0)
-            raise ValueError(
-                f"[pool.{pool.name}] a process asks for {_total(bundle)} of one node, the biggest "
-                f"node has {biggest:g} {RESOURCES[platform]}; use more processes or fewer devices"
-            )
-    if any(need[kind] > have[kind] for kind in need):
-        raise ValueError(
-            f"{_request(pools, platform)}, the cluster has {_total(have)} on {len(nodes)} "
-            "node(s); give the pools fewer processes or devices, or add nodes"
-        )
-
-
-def _bundle(pool: spec.Pool, platform: str) -> dict[str, float]:
-    """What one process of a pool reserves; simulated devices cost nothing."""
-    if platform == "cpu":
-        return {"CPU": 1}
-    return {"CPU": 1, RESOURCES[platform]: pool.devices // pool.processes}
-
-
-def _request(pools: Sequence[spec.Pool], platform: str) -> str:
-    total = Counter[str]()
-    for pool in pools:
-        total.update({k: n * pool.processes for k, n in _bundle(pool, platform).items()})
-    named = ", ".join(f"{pool.name}: {pool.processes} process(es)" for pool in pools)
-    return f"pools ask for {_total(total)} ({named})"
-
-
-def _total(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(k, 0):g} {k}" for k in ("CPU", "GPU") if resources.get(k))
 
 
 @contextmanager
