@@ -101,20 +101,18 @@ class Saves:
 
     def poll(self) -> None:
         """Commits what all processes have written; waits for nobody."""
-        if self.pending is None:
-            return
-        asked = self.pending.asked or self._ask(self.pending)
-        if all(reply.done for reply in asked.values()):
+        for _ in range(2):  # what was answered since the last step may be old: asked again
+            if self.pending is None:
+                return
+            asked = self.pending.asked
+            if not asked:
+                asked |= {r: getattr(self.models, r).written(wait=False) for r in self.roles}
+            if not all(reply.done for reply in asked.values()):
+                return
             found = {role: reply.result() for role, reply in asked.items()}
+            asked.clear()
             if all(each is not None for values in found.values() for each in values):
                 self._commit(found)
-            else:
-                self._ask(self.pending)
-
-    def _ask(self, pending: Pending) -> dict[str, Reply]:
-        written = {role: getattr(self.models, role).written(wait=False) for role in self.roles}
-        pending.asked = written
-        return written
 
     def finish(self) -> None:
         """Waits until what was begun is written, and commits it."""
