@@ -21,8 +21,9 @@ from hfjax.cli import main
 from hfjax.config import to_toml
 from hfjax.controller.handle import RoleHandle
 from hfjax.controller.worker import RoleContext, RoleError
-from hfjax.engine.checkpoint import CheckpointStore, restore_role
+from hfjax.engine.checkpoint import restore_role
 from hfjax.engine.checks import CHANGED, NOT_FINITE
+from hfjax.engine.store import CheckpointStore
 from hfjax.engine.train import OptimizerConfig, TrainState
 from hfjax.guard import MAX_REFUSED
 from hfjax.roles import saved_state
