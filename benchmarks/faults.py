@@ -353,7 +353,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
         if fault.says and (seen := len(re.findall(fault.says, console))) != 1:
             wrong.append(f"{fault.says!r} is seen {seen} times")
         left, gone_s = victim.left()
-        wrong += [f"{left} processes left"] if left else []
+        wrong += [f"left: {left}"] if left else []
         saved, last = victim.saved(), victim.last_step()
         lost = max(last, STEP if fault.told and status else 0) - saved
         if not fault.goes_on:
@@ -365,8 +365,8 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
             wrong += [f"differs: {what}" for what in differences(victim, whole)]
         wrong += [f"{name} is not finite" for name in victim.not_finite()]
         more, _ = victim.left()
-        wrong += [f"{more} processes left after resuming"] if more else []
-    return Row(name, placed, status, said, seconds, lost, left, gone_s, saved, tuple(wrong))
+        wrong += [f"left after resuming: {more}"] if more else []
+    return Row(name, placed, status, said, seconds, lost, len(left), gone_s, saved, tuple(wrong))
 
 
 def table(rows: Sequence[Row]) -> str:

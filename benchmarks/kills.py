@@ -64,7 +64,7 @@ class Killer:
         if status == 1 and not killed:
             status = 3  # a failure of its own
         left, _ = victim.left()
-        self.wrong += [f"kill {self.total}: {left} processes left"] if left else []
+        self.wrong += [f"kill {self.total}: left {left}"] if left else []
         print(
             f"{self.placed:10} kill {self.total if killed else '-':>3} {killed:7}"
             f"status {status!s:4} step {victim.last_step():3} saved {victim.saved():3}  "

@@ -225,8 +225,8 @@ class Victim:
         """The process that runs a program of Ray's."""
         return next(pid for pid, command in self.pids().items() if program in command.split(" ")[0])
 
-    def left(self, within_s: float = LEFT_S) -> tuple[int, float]:
-        """How many processes do not end within that time, and when the last went; ends them."""
+    def left(self, within_s: float = LEFT_S) -> tuple[list[str], float]:
+        """Programs that do not end within that time, and when the last went; ends them."""
         start_s = time.monotonic()
         while (found := self.pids()) and time.monotonic() - start_s < within_s:
             time.sleep(0.05)
@@ -234,7 +234,7 @@ class Victim:
         for pid in found:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return len(found), took_s
+        return [command.split(" ")[0][-40:] for command in found.values()], took_s
 
     def records(self) -> list[dict[str, Any]]:
         """metrics.jsonl, without a half-written last line and without what measures the machine."""

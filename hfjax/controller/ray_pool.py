@@ -335,7 +335,7 @@ class RayRuntime:
             try:
                 self.get(done)
             except exceptions.RayTaskError as error:
-                told = f"{type(error.cause).__name__}: {error.cause}\n\n{error.traceback_str}"
+                told = f"{type(error.cause).__name__}: {error.cause}\n\n{error}"
                 raise RoleError(f"{waiting[done[0]]}: did not {what}: {told}") from None
             except ProcessDied as error:
                 raise RoleError(f"{waiting[done[0]]}: did not {what}: {error}") from None
