@@ -40,7 +40,8 @@ SLOW_S = 0.01  # functions slower than this a row are shared out down to two row
 SERVE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from hfjax.reward_process import serve
-serve(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))"""
+serve(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]), sys.argv[6])"""
+CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV)  # also where memory is refused
 
 
 class RewardError(RuntimeError):
@@ -61,8 +62,9 @@ class Job(NamedTuple):
 class _Worker:
     """One process, the job it has, and when that is due."""
 
-    def __init__(self, spec: str, memory_gb: float) -> None:
+    def __init__(self, spec: str, memory_gb: float, section: str) -> None:
         self._spec, self._memory_gb = spec, memory_gb
+        self._bound = f"{section}.memory_gb={memory_gb:g}"
         self._rows = 0  # of the job sent last
         self._waiting: tuple[float, Texts] | None = None  # a job not sent yet: it is starting
         self.seconds = 0.0  # taken by the last job
@@ -90,7 +92,9 @@ class _Worker:
             except BlockingIOError:  # sent in part only
                 return self._overran(blame)
             except (EOFError, OSError):
-                return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
+                status, told = self.stop(patience_s=1.0)
+                killed = blame == "row" and status == -signal.SIGKILL
+                return Scored("killed" if killed else blame, [], f"ended its process ({told})")
             self.seconds = time.monotonic() - self._began
             answer = decoded(message, self._rows)
             expected = ("scores", "row", "function") if self._ready else ("ready", "function")
@@ -113,26 +117,32 @@ class _Worker:
             if answer := self.advance(readable=readable):
                 raise ValueError(answer.reason)
 
-    def stop(self, patience_s: float = 0.0) -> str:
-        """Kills the process and all it started; how it had ended by itself."""
+    def stop(self, patience_s: float = 0.0) -> tuple[int | None, str]:
+        """Kills the process and all it started; the status with which it had ended, and as told."""
         if self._process is None:
-            return ""
+            return None, ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
-        status = f"exit status {self._process.returncode}"
+        status = self._process.returncode
+        told = f"exit status {status}"
+        if status == -signal.SIGKILL:
+            told += ": killed by the kernel, for want of memory?"
+        elif status in CRASHES:
+            told += f": for want of memory? It may allocate {self._bound}"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
         self._relay.join(1.0)  # what it printed comes before what is said of it
         self.connection.close()
-        return status
+        return status, told
 
     def _start(self) -> None:
         """In a session of its own: Ctrl-C does not reach it, and one signal ends its children."""
         self.connection, theirs = Pipe()
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
         own = [str(theirs.fileno()), self._spec, str(self._memory_gb), str(os.getpid())]
+        own.append(self._bound)
         self._ready, self._rows = False, 0
         self._allow(START_S)
         with theirs:
@@ -215,7 +225,7 @@ class RewardPool:
     A chunk that raises, dies or overruns is repeated row by row, each row with a deadline of its
     own; a process that died or overran is replaced. The culprits' rows then fail the call
     (on_error="fail") or get 0 and are marked (on_error="skip"). A wrong number of scores is no
-    row's fault and always fails.
+    row's fault and always fails, and so do two rows of a batch whose processes the kernel killed.
     """
 
     def __init__(
@@ -238,7 +248,7 @@ class RewardPool:
         self.function, self.deadline_s, self.section = function, deadline_s, section
         self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
-        self._workers = [_Worker(function, memory_gb) for _ in range(workers)]
+        self._workers = [_Worker(function, memory_gb, section) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
         try:
             for worker in self._workers:
@@ -287,6 +297,9 @@ class RewardPool:
         """Scores and, by row, the reasons of those that failed."""
         scores = np.zeros(len(texts[0]), np.float32)
         reasons: dict[int, str] = {}
+        killed: int | None = (
+            None  # a row alone whose process was killed: a second is no row's fault
+        )
         where = f"{self.section} {self.function}"
         jobs, busy = deque(self._chunks(len(scores))), dict[_Worker, Job]()
         while jobs or busy:
@@ -304,8 +317,12 @@ class RewardPool:
                     raise RewardError(f"{where} {printable(answer.reason)}")
                 elif job.rows > 1:
                     jobs.extend(Job(row, row + 1) for row in range(job.start, job.stop))
+                elif answer.kind == "killed" and killed is not None:
+                    rows = f"rows {killed} and {job.start}"
+                    raise RewardError(f"{where}, {rows} {printable(answer.reason)}")
                 elif self._skip:
                     reasons[job.start] = answer.reason
+                    killed = job.start if answer.kind == "killed" else killed
                 else:
                     told = printable(answer.reason)
                     raise RewardError(f"{where}, row {job.start} {told}")
