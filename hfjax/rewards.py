@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores from Python functions in worker processes, with a deadline for each response."""
 
+import codecs
 import contextlib
 import json
 import logging
@@ -35,6 +36,7 @@ START_S = 120.0  # longest import of the function's module
 CHUNK_ROWS = 8  # smallest share of a batch for fast functions: less does not pay for a message
 MOST_ANSWER_BYTES = 1 << 26
 SHOWN_BYTES = 1 << 16  # of what a process prints
+LAST_BYTES = 1 << 11  # of it, told when it ends by itself
 SLOW_S = 0.01  # functions slower than this a row are shared out down to two rows
 # Not multiprocessing, which would import our main module.
 SERVE = """import json, sys
@@ -94,7 +96,11 @@ class _Worker:
             except (EOFError, OSError):
                 status, told = self.stop(patience_s=1.0)
                 killed = blame == "row" and status == -signal.SIGKILL
-                return Scored("killed" if killed else blame, [], f"ended its process ({told})")
+                words = self._last.decode("utf-8", "ignore").strip()
+                told = f"ended its process ({told})" + (
+                    f"; it printed last:\n{words}" * bool(words)
+                )
+                return Scored("killed" if killed else blame, [], told)
             self.seconds = time.monotonic() - self._began
             answer = decoded(message, self._rows)
             expected = ("scores", "row", "function") if self._ready else ("ready", "function")
@@ -156,7 +162,8 @@ class _Worker:
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the devices are the trainer's
             )
         assert self._process.stdout is not None
-        printed = self._process.stdout, self._spec
+        self._last = bytearray()
+        printed = self._process.stdout, self._spec, self._last
         self._relay = threading.Thread(target=_relay, args=printed, daemon=True)
         self._relay.start()
 
@@ -190,12 +197,18 @@ class _Worker:
         return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
 
 
-def _relay(printed: IO[bytes], spec: str) -> None:
-    """Shows the beginning of what a process prints and reads on: no print of it ever blocks."""
+def _relay(printed: IO[bytes], spec: str, last: bytearray) -> None:
+    """Shows the beginning of what a process prints and reads on: no print of it ever blocks.
+
+    `last` holds its end.
+    """
     shown = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with printed:
         while part := os.read(printed.fileno(), 1 << 16):
-            text = part[: max(0, SHOWN_BYTES - shown)].decode("utf-8", "replace")
+            last += part
+            del last[:-LAST_BYTES]
+            text = decoder.decode(part[: max(0, SHOWN_BYTES - shown)])
             if shown < SHOWN_BYTES <= shown + len(part):
                 text += f"\n{spec} printed more than {SHOWN_BYTES} bytes; the rest is not shown\n"
             shown += len(part)

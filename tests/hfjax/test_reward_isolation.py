@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hfjax.reward_process import MOST_REASON, Scored, decoded, encoded
-from hfjax.rewards import SHOWN_BYTES, RewardError, RewardPool
+from hfjax.rewards import LAST_BYTES, SHOWN_BYTES, RewardError, RewardPool
 from tests.fixtures import write_tiny_hf
 
 FUNCTIONS = """
@@ -54,6 +54,12 @@ def ends(prompts, responses, truths):
     for prompt in prompts:
         if prompt in truths[0].split(","): os.kill(os.getpid(), int(truths[0].split(",")[0]))
     return [1.0] * len(prompts)
+def speaks(prompts, responses, truths):
+    for byte in "\u00e9".encode():
+        os.write(1, bytes([byte]))
+        time.sleep(0.1)
+    print("x" * 100000 + "\\nlibrary: cannot open \u00e9", flush=True)
+    os._exit(7)
 def adjusted(prompts, responses, truths):
     return [float(open("/proc/self/oom_score_adj").read())] * len(prompts)
 """
@@ -120,6 +126,18 @@ def test_megabytes_of_prints_neither_block_nor_flood(
     shown = capfd.readouterr()
     assert len(shown.out + shown.err) < 2 * SHOWN_BYTES
     assert f"printed more than {SHOWN_BYTES} bytes" in shown.err
+
+
+def test_the_last_words_of_a_process_are_told_however_much_it_printed(
+    functions: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RewardError, match=r"row 0 ended .*7\); it printed last:\n") as caught:
+        scored(f"{functions}:speaks", ["0"], on_error="fail")
+    assert str(caught.value).endswith("x\nlibrary: cannot open \u00e9")
+    assert len(str(caught.value)) < LAST_BYTES + 500
+    shown = capfd.readouterr().err
+    assert "library:" not in shown
+    assert shown.startswith("\u00e9x")
 
 
 def test_what_it_prints_or_raises_cannot_steer_the_terminal(
