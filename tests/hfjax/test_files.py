@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from hfjax import cli
-from hfjax.files import MOST_JSON_BYTES, printable, read_json
+from hfjax.files import MOST_JSON_BYTES, free_bytes, printable, read_json
 from hfjax.metrics import console_block, make_console
 from meshes.toml import MOST_BYTES, toml_file
 
@@ -111,6 +111,35 @@ def test_warnings_and_refusals_of_the_command_line_are_shown_printable(
     assert not {"\x1b", "\x07", "\r"} & set(error)
     record = logging.LogRecord("x", logging.WARNING, "", 1, "%s", (HOSTILE,), None)
     assert cli._handler().format(record) == f"WARNING {printable(HOSTILE)}"
+
+
+@pytest.mark.parametrize(
+    ("group", "folder", "files"),
+    [
+        ("0::/a/b", "a/b", {"memory.max": "1000", "memory.current": "700"}),
+        ("0::/a/b", "a", {"memory.max": "1000", "memory.current": "700"}),
+        ("0::/", ".", {"memory.max": "1000", "memory.current": "700"}),
+        ("0::/a/b", "a", {"memory.max": "max", "memory.current": "700"}),
+        ("4:cpu,memory:/a", "memory/a", {"memory.limit_in_bytes": "1000"}),
+        ("4:cpu,memory:/elsewhere", "memory", {"memory.limit_in_bytes": "1000"}),
+    ],
+)
+def test_a_containers_limit_bounds_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, folder: str, files: dict[str, str]
+) -> None:
+    monkeypatch.setattr("hfjax.files.PROC", tmp_path / "proc")
+    monkeypatch.setattr("hfjax.files.CGROUPS", tmp_path / "cgroup")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    assert free_bytes() == 1 << 62
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 8 kB\nHugePages: 0\n")
+    assert free_bytes() == 8192
+    (tmp_path / "proc/self/cgroup").write_text(f"9:cpu:/\n{group}\n")
+    assert free_bytes() == 8192
+    (where := tmp_path / "cgroup" / folder).mkdir(parents=True)
+    stat = "anon 1\ninactive_file 100\ntotal_inactive_file 100\n"
+    for name, text in ({"memory.usage_in_bytes": "700", "memory.stat": stat} | files).items():
+        (where / name).write_text(f"{text}\n")
+    assert free_bytes() == (8192 if "max" in files.values() else 400)
 
 
 def test_paths_with_brackets_are_printed_as_they_are() -> None:
