@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files that others wrote: read within bounds, refused by name."""
+"""JSON files that others wrote: read within bounds, refused by name; memory that there is."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 MOST_JSON_BYTES = 4 << 20  # an object of these takes some 25 times as much memory
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# By version of cgroups: the limit, what is used, and of it files that the kernel may drop.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES) -> str:
@@ -38,11 +46,32 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def host_memory() -> dict[str, int]:
+    """The kernel's numbers of this host's memory by name, in bytes; none where it has no such."""
+    meminfo = PROC / "meminfo"
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    fields = (line.partition(":") for line in lines)
+    return {name: int(value.split()[0]) << 10 for name, _, value in fields}
+
+
 def free_bytes() -> int:
-    """Memory of this host that can be taken; a lot where the kernel does not say."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return 1 << 62
+    """Memory that can be taken on this host, in this container; a lot where nothing says."""
+    return max(0, min([host_memory().get("MemAvailable", 1 << 62), *_left_in_cgroups()]))
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """What the limits of this process's cgroups, those around them too, leave."""
+    groups = PROC / "self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS if number == "0" else CGROUPS / "memory"
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+            for limit, used, droppable in CGROUP_FILES:
+                with suppress(OSError, ValueError):  # none of this version; "max"
+                    most = int((folder / limit).read_text())
+                    stat = (folder / "memory.stat").read_text().split()
+                    files = int(stat[stat.index(droppable) + 1])
+                    yield most - int((folder / used).read_text()) + files

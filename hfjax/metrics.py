@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from hfjax.files import printable
+from hfjax.files import host_memory, printable
 
 STEP = "training/global_step"
 # verl divides the seconds of generation by response tokens, those of the others by all tokens.
@@ -272,11 +272,9 @@ def timing_metrics(
     if seconds.get("step", 0.0) > 0.0:
         out["perf/time_per_step"] = float(seconds["step"])
         out["perf/throughput"] = total_tokens / (seconds["step"] * devices)
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        kib = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        used_kib = int(kib["MemTotal"].split()[0]) - int(kib["MemAvailable"].split()[0])
-        out["perf/cpu_memory_used_gb"] = used_kib / 2**20
+    if memory := host_memory():
+        used = memory["MemTotal"] - memory["MemAvailable"]
+        out["perf/cpu_memory_used_gb"] = used / 2**30
     return out
 
 

@@ -29,9 +29,12 @@ PR_SET_PDEATHSIG = 1
 
 
 class Scored(NamedTuple):
-    """What came of a job: scores; or a failure of some row; or one of the function itself."""
+    """What came of a job: scores; or a failure of some row; or one of the function itself.
 
-    kind: Literal["ready", "scores", "row", "function"]
+    "killed" is told by the controller alone: another process, or the kernel, ended this one.
+    """
+
+    kind: Literal["ready", "scores", "row", "function", "killed"]
     scores: list[float]
     reason: str = ""
 
@@ -90,8 +93,11 @@ def _load_file(spec: str, path: Path) -> ModuleType:
     return module
 
 
-def call_reward(function: RewardFunction, texts: Texts) -> Scored:
-    """The function's scores, checked: one finite number a response; numpy and bool are numbers."""
+def call_reward(function: RewardFunction, texts: Texts, bound: str = "") -> Scored:
+    """The function's scores, checked: one finite number a response; numpy and bool are numbers.
+
+    `bound` is the setting of memory, named where a failure may come of it.
+    """
     expected = len(texts[1])
     try:
         returned = function(*texts)
@@ -100,7 +106,8 @@ def call_reward(function: RewardFunction, texts: Texts) -> Scored:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         told = "".join(lines)
         cut = "" if len(told) <= MOST_REASON else "...\n"
-        return Scored("row", [], f"raised:\n{cut}{told[-MOST_REASON:]}")
+        hint = _on_memory(error, bound)
+        return Scored("row", [], f"raised:\n{cut}{told[-MOST_REASON:]}{hint}")
     if scores is None or isinstance(returned, str | bytes):
         kind = type(returned).__name__
         return Scored("function", [], f"must return a list of {expected} scores, returned a {kind}")
@@ -111,6 +118,22 @@ def call_reward(function: RewardFunction, texts: Texts) -> Scored:
         if not _is_score(score):
             return Scored("row", [], f"returned {score!r:.80}, not a finite number")
     return Scored("scores", [float(score) for score in scores])
+
+
+def _on_memory(error: BaseException, bound: str) -> str:
+    """Names the bound where an error speaks of memory or threads, or little is left below it."""
+    words = ("alloc", "memory", "new thread")
+    told = isinstance(error, MemoryError) or any(word in str(error).lower() for word in words)
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    if bound and (told or 0 < limit < _held_bytes() * 10 / 9):
+        return f"\na process may allocate {bound}: raise that if the function needs more\n"
+    return ""
+
+
+def _held_bytes() -> int:
+    """What counts against the bound; 0 where the kernel does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[5]) * resource.getpagesize() if statm.exists() else 0
 
 
 def _is_score(value: Any) -> bool:
@@ -154,7 +177,7 @@ def _confine(memory_gb: float, controller: int) -> None:
         os._exit(1)
 
 
-def serve(descriptor: int, spec: str, memory_gb: float, controller: int) -> None:
+def serve(descriptor: int, spec: str, memory_gb: float, controller: int, bound: str) -> None:
     """The worker process: loads the function, then answers jobs until the controller is gone."""
     own = os.getpid()
     os.set_inheritable(descriptor, False)
@@ -165,7 +188,8 @@ def serve(descriptor: int, spec: str, memory_gb: float, controller: int) -> None
         function = load_reward(spec)
     except BaseException as error:
         told = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        connection.send_bytes(encoded(Scored("function", [], told[-MOST_REASON:])))
+        told = told[-MOST_REASON:] + _on_memory(error, bound)
+        connection.send_bytes(encoded(Scored("function", [], told)))
         return
     connection.send_bytes(encoded(Scored("ready", [])))
     while True:
@@ -175,7 +199,7 @@ def serve(descriptor: int, spec: str, memory_gb: float, controller: int) -> None
             return
         # The kernel ends a process stuck in C code; the controller does so earlier if it lives.
         signal.setitimer(signal.ITIMER_REAL, allowed_s + LAST_RESORT_S)
-        answer = call_reward(function, texts)
+        answer = call_reward(function, texts, bound)
         if os.getpid() != own:  # the function forked: only one of the two answers
             os._exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores from Python functions in worker processes, with a deadline for each response."""
 
+import codecs
 import contextlib
 import json
 import logging
@@ -35,12 +36,14 @@ START_S = 120.0  # longest import of the function's module
 CHUNK_ROWS = 8  # smallest share of a batch for fast functions: less does not pay for a message
 MOST_ANSWER_BYTES = 1 << 26
 SHOWN_BYTES = 1 << 16  # of what a process prints
+LAST_BYTES = 1 << 11  # of it, told when it ends by itself
 SLOW_S = 0.01  # functions slower than this a row are shared out down to two rows
 # Not multiprocessing, which would import our main module.
 SERVE = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from hfjax.reward_process import serve
-serve(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))"""
+serve(int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]), sys.argv[6])"""
+CRASHES = (-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV)  # also where memory is refused
 
 
 class RewardError(RuntimeError):
@@ -61,8 +64,9 @@ class Job(NamedTuple):
 class _Worker:
     """One process, the job it has, and when that is due."""
 
-    def __init__(self, spec: str, memory_gb: float) -> None:
+    def __init__(self, spec: str, memory_gb: float, section: str) -> None:
         self._spec, self._memory_gb = spec, memory_gb
+        self._bound = f"{section}.memory_gb={memory_gb:g}"
         self._rows = 0  # of the job sent last
         self._waiting: tuple[float, Texts] | None = None  # a job not sent yet: it is starting
         self.seconds = 0.0  # taken by the last job
@@ -90,7 +94,13 @@ class _Worker:
             except BlockingIOError:  # sent in part only
                 return self._overran(blame)
             except (EOFError, OSError):
-                return Scored(blame, [], f"ended its process ({self.stop(patience_s=1.0)})")
+                status, told = self.stop(patience_s=1.0)
+                killed = blame == "row" and status == -signal.SIGKILL
+                words = self._last.decode("utf-8", "ignore").strip()
+                told = f"ended its process ({told})" + (
+                    f"; it printed last:\n{words}" * bool(words)
+                )
+                return Scored("killed" if killed else blame, [], told)
             self.seconds = time.monotonic() - self._began
             answer = decoded(message, self._rows)
             expected = ("scores", "row", "function") if self._ready else ("ready", "function")
@@ -113,26 +123,32 @@ class _Worker:
             if answer := self.advance(readable=readable):
                 raise ValueError(answer.reason)
 
-    def stop(self, patience_s: float = 0.0) -> str:
-        """Kills the process and all it started; how it had ended by itself."""
+    def stop(self, patience_s: float = 0.0) -> tuple[int | None, str]:
+        """Kills the process and all it started; the status with which it had ended, and as told."""
         if self._process is None:
-            return ""
+            return None, ""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
-        status = f"exit status {self._process.returncode}"
+        status = self._process.returncode
+        told = f"exit status {status}"
+        if status == -signal.SIGKILL:
+            told += ": killed by the kernel, for want of memory?"
+        elif status in CRASHES:
+            told += f": for want of memory? It may allocate {self._bound}"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
         self._relay.join(1.0)  # what it printed comes before what is said of it
         self.connection.close()
-        return status
+        return status, told
 
     def _start(self) -> None:
         """In a session of its own: Ctrl-C does not reach it, and one signal ends its children."""
         self.connection, theirs = Pipe()
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
         own = [str(theirs.fileno()), self._spec, str(self._memory_gb), str(os.getpid())]
+        own.append(self._bound)
         self._ready, self._rows = False, 0
         self._allow(START_S)
         with theirs:
@@ -146,7 +162,8 @@ class _Worker:
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},  # the devices are the trainer's
             )
         assert self._process.stdout is not None
-        printed = self._process.stdout, self._spec
+        self._last = bytearray()
+        printed = self._process.stdout, self._spec, self._last
         self._relay = threading.Thread(target=_relay, args=printed, daemon=True)
         self._relay.start()
 
@@ -180,12 +197,18 @@ class _Worker:
         return Scored(blame, [], f"took longer than {self._allowed_s:.3g} s")
 
 
-def _relay(printed: IO[bytes], spec: str) -> None:
-    """Shows the beginning of what a process prints and reads on: no print of it ever blocks."""
+def _relay(printed: IO[bytes], spec: str, last: bytearray) -> None:
+    """Shows the beginning of what a process prints and reads on: no print of it ever blocks.
+
+    `last` holds its end.
+    """
     shown = 0
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with printed:
         while part := os.read(printed.fileno(), 1 << 16):
-            text = part[: max(0, SHOWN_BYTES - shown)].decode("utf-8", "replace")
+            last += part
+            del last[:-LAST_BYTES]
+            text = decoder.decode(part[: max(0, SHOWN_BYTES - shown)])
             if shown < SHOWN_BYTES <= shown + len(part):
                 text += f"\n{spec} printed more than {SHOWN_BYTES} bytes; the rest is not shown\n"
             shown += len(part)
@@ -215,7 +238,7 @@ class RewardPool:
     A chunk that raises, dies or overruns is repeated row by row, each row with a deadline of its
     own; a process that died or overran is replaced. The culprits' rows then fail the call
     (on_error="fail") or get 0 and are marked (on_error="skip"). A wrong number of scores is no
-    row's fault and always fails.
+    row's fault and always fails, and so do two rows of a batch whose processes the kernel killed.
     """
 
     def __init__(
@@ -238,7 +261,7 @@ class RewardPool:
         self.function, self.deadline_s, self.section = function, deadline_s, section
         self._skip = on_error == "skip"
         self._row_s = 0.0  # seconds that a row has taken, a running average
-        self._workers = [_Worker(function, memory_gb) for _ in range(workers)]
+        self._workers = [_Worker(function, memory_gb, section) for _ in range(workers)]
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
         try:
             for worker in self._workers:
@@ -287,6 +310,9 @@ class RewardPool:
         """Scores and, by row, the reasons of those that failed."""
         scores = np.zeros(len(texts[0]), np.float32)
         reasons: dict[int, str] = {}
+        killed: int | None = (
+            None  # a row alone whose process was killed: a second is no row's fault
+        )
         where = f"{self.section} {self.function}"
         jobs, busy = deque(self._chunks(len(scores))), dict[_Worker, Job]()
         while jobs or busy:
@@ -304,8 +330,12 @@ class RewardPool:
                     raise RewardError(f"{where} {printable(answer.reason)}")
                 elif job.rows > 1:
                     jobs.extend(Job(row, row + 1) for row in range(job.start, job.stop))
+                elif answer.kind == "killed" and killed is not None:
+                    rows = f"rows {killed} and {job.start}"
+                    raise RewardError(f"{where}, {rows} {printable(answer.reason)}")
                 elif self._skip:
                     reasons[job.start] = answer.reason
+                    killed = job.start if answer.kind == "killed" else killed
                 else:
                     told = printable(answer.reason)
                     raise RewardError(f"{where}, row {job.start} {told}")

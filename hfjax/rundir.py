@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 import tomllib
 from collections.abc import Iterator
@@ -114,9 +115,17 @@ def hold(out: Path) -> Iterator[bool]:
 def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:
     """Refuses the checkpoint of step `done` for other data or models; the data goes on after it."""
     meta = store.load_meta(done)
-    plan.source.load_state_dict(meta["data"])
-    if plan.texts:
-        plan.texts.load_state_dict(meta["texts"])
+    for key, source in (("data", plan.source), ("texts", plan.texts)):
+        if source is None:
+            continue
+        try:
+            source.load_state_dict(meta[key])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint {store.path(done)}: its meta.json does not say where {key!r} goes on "
+                f"({type(error).__name__}: {error}); remove that checkpoint to go on from the one "
+                "before, or choose another directory with `out`"
+            ) from error
     for role in plan.trained:
         builder = plan.builders[role]
         model, training = builder.keywords["model"], builder.keywords["training"]
@@ -193,8 +202,7 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     algorithm = load_algorithm(about["algorithm"])
     file = run / "settings.toml"
     config = from_dict(config_class(algorithm), read_toml(file), where=str(file))
-    if Path(directory).exists() and any(Path(directory).iterdir()):
-        raise ValueError(f"DIR={directory} is not empty; choose a new directory")
+    directory = _new_directory(Path(directory))
     store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
     step = store.latest()
     if step is None:
@@ -206,7 +214,42 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     here = SingleDeviceSharding(jax.devices("cpu")[0])  # host memory, whatever holds the run
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
     saved = restore_role(store.path(step) / role, {"params": wanted}, whole=False)
-    save_hf(saved["params"], load_config(model), head, model, directory)
-    if model.endswith(".gguf"):
-        load_tokenizer(model).save(directory)
+    with _whole(directory) as new:
+        save_hf(saved["params"], load_config(model), head, model, new)
+        if model.endswith(".gguf"):
+            load_tokenizer(model).save(new)
     print(f"wrote the {role} of step {step} to {directory}")
+
+
+def _new_directory(directory: Path) -> Path:
+    """Where an export goes, refused where it could not be put there whole."""
+    where, directory = f"DIR={directory}", directory.resolve()
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{where} is a file; choose a new directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{where} is not empty; choose a new directory")
+    if directory.is_mount():
+        raise ValueError(f"{where} is a mount point; choose a new directory inside it")
+    if (new := _unfinished(directory)).exists():
+        raise ValueError(f"{where}: {new} is left from an export that was killed; remove it")
+    return directory
+
+
+def _unfinished(directory: Path) -> Path:
+    return directory.with_name(f"{directory.name}.tmp")
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory to write to, which gets its name at the end; after a failure nothing is left."""
+    new = _unfinished(directory)
+    try:
+        new.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"DIR={directory}: {new} cannot be made: {error.strerror}") from error
+    try:
+        yield new
+        os.rename(new, directory)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise

@@ -25,18 +25,19 @@ DEADLINE_S = 5.0  # of computing, for one conversation: others may hold the proc
 ROOM_BYTES = 64 << 20  # memory that a conversation may take while it is rendered
 MOST_CHARACTERS = 1 << 22  # of a rendered conversation
 MOST_BITS = 10_000  # of a product or a power: longer ones would hold the process
+ONE_AT_A_TIME = threading.Lock()  # the bounds are the process's: each must see those of no other
 
 
 class ChatTemplate:
     """One template's text of conversations; whatever goes wrong inside is a ValueError.
 
-    After it has once overrun its time or memory it is not tried again.
+    After it has overrun its time, or its memory, twice it is not tried again.
     """
 
     def __init__(self, text: str, source: str, now: datetime.datetime) -> None:
         """`source` is named in errors; templates that ask for the time are told `now`."""
         self._source = source
-        self._overran = ""
+        self._overran: dict[str, int] = {}  # how often, by what is told of it
         try:
             with _bounded():  # constants are computed here
                 self._template = _environment(now).from_string(text)
@@ -44,15 +45,20 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {source} is broken: {_told(error)}") from error
 
     def render(self, **variables: Any) -> str:
-        """The text; the time is watched in the main thread only."""
-        if self._overran:
-            raise ValueError(self._overran)
+        """The text; the time is watched in the main thread only.
+
+        Meanwhile other threads share the bound of memory.
+        """
+        for told, times in list(self._overran.items()):
+            if times > 1:
+                raise ValueError(told)
         try:
             with _bounded():
                 text = self._template.render(**variables)
         except (TimeoutError, MemoryError) as error:
-            self._overran = f"the chat template of {self._source} {_told(error)}"
-            raise ValueError(self._overran) from None
+            told = f"the chat template of {self._source} {_told(error)}"
+            self._overran[told] = self._overran.get(told, 0) + 1
+            raise ValueError(told) from None
         except Exception as error:
             told = f"the chat template of {self._source} refused: {_told(error)}"
             raise ValueError(told) from error
@@ -75,13 +81,19 @@ def _told(error: Exception) -> str:
 @contextmanager
 def _bounded() -> Iterator[None]:
     """TimeoutError after DEADLINE_S, MemoryError beyond ROOM_BYTES; what was set before returns."""
-    with _memory_bounded():
+    with ONE_AT_A_TIME, _memory_bounded():
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        start_s = time.process_time()
-        handler = signal.signal(signal.SIGVTALRM, _overrun)
-        left_s, again_s = signal.setitimer(signal.ITIMER_VIRTUAL, DEADLINE_S, 1.0)
+        start_s, own_s = time.process_time(), time.thread_time()
+
+        def overrun(number: int, frame: Any) -> None:
+            if time.thread_time() - own_s >= DEADLINE_S:  # the timer counts all threads
+                signal.setitimer(signal.ITIMER_VIRTUAL, 1.0, 1.0)
+                raise TimeoutError
+
+        handler = signal.signal(signal.SIGVTALRM, overrun)
+        left_s, again_s = signal.setitimer(signal.ITIMER_VIRTUAL, DEADLINE_S, 0.1)
         try:
             yield
         finally:
@@ -90,10 +102,6 @@ def _bounded() -> Iterator[None]:
             if left_s:
                 left_s = max(left_s - (time.process_time() - start_s), 1e-3)
                 signal.setitimer(signal.ITIMER_VIRTUAL, left_s, again_s)
-
-
-def _overrun(number: int, frame: Any) -> None:
-    raise TimeoutError
 
 
 @contextmanager

@@ -2,13 +2,23 @@
 """TOML as placements read and write it: tables with known keys, values, the words of refusals."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 18
-MOST_DOTS = 100  # in a line: the parser's time grows with the square of a key's parts
+MOST_DOTS = 100  # of a key: the parser's time grows with the square of its parts
+# Strings and comments; the open end of a string too, so that nothing is looked at twice.
+TEXTS = re.compile(
+    r'"""(?:\\.|.)*?(?:"{3,5}|\Z)'
+    r"|'''.*?(?:'{3,5}|\Z)"
+    r'|"(?:\\.|[^"\\\n])*"?'
+    r"|'[^'\n]*'?"
+    r"|#[^\n]*",
+    re.DOTALL,
+)
 NAME_CHARACTERS = 100  # of a wrong name, as they are compared and shown
 
 
@@ -16,17 +26,28 @@ def toml_file(path: str | Path) -> dict[str, Any]:
     """The table in a TOML file; ValueError names the file, of a syntax error line and column."""
     path = Path(path)
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.count(".") > MOST_DOTS:
-                raise ValueError(f"line {number} has more than {MOST_DOTS} dots")
-        return tomllib.loads(text)
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"{path} has {size} bytes; at most {MOST_BYTES} are read")
+        data = path.read_bytes()
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:  # too many digits; too deep
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8")
+        _check_keys(text)
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # too many digits; too deep
         raise ValueError(f"{path}: not valid TOML: {error}") from error
+
+
+def _check_keys(text: str) -> None:
+    """Refuses keys of too many parts, wherever they stand; strings and comments are left out."""
+    bare = TEXTS.sub(lambda found: "_" + "\n" * found[0].count("\n"), text)
+    for number, line in enumerate(bare.split("\n"), start=1):
+        if any(part.count(".") > MOST_DOTS for part in re.split(r"[,=\[\]{}]", line)):
+            raise ValueError(f"line {number} has a key of more than {MOST_DOTS} dots")
 
 
 def checked_table(

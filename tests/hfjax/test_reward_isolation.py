@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hfjax.reward_process import MOST_REASON, Scored, decoded, encoded
-from hfjax.rewards import SHOWN_BYTES, RewardError, RewardPool
+from hfjax.rewards import LAST_BYTES, SHOWN_BYTES, RewardError, RewardPool
 from tests.fixtures import write_tiny_hf
 
 FUNCTIONS = """
@@ -50,6 +50,16 @@ def forges(prompts, responses, truths):
         if os.path.exists(path := f"/proc/self/fd/{end}") and "socket" in os.readlink(path):
             os.write(end, len(message).to_bytes(4, "big") + message)
     return [1.0] * len(prompts)
+def ends(prompts, responses, truths):
+    for prompt in prompts:
+        if prompt in truths[0].split(","): os.kill(os.getpid(), int(truths[0].split(",")[0]))
+    return [1.0] * len(prompts)
+def speaks(prompts, responses, truths):
+    for byte in "\u00e9".encode():
+        os.write(1, bytes([byte]))
+        time.sleep(0.1)
+    print("x" * 100000 + "\\nlibrary: cannot open \u00e9", flush=True)
+    os._exit(7)
 def adjusted(prompts, responses, truths):
     return [float(open("/proc/self/oom_score_adj").read())] * len(prompts)
 """
@@ -74,6 +84,32 @@ def test_memory_is_bounded_and_only_the_row_that_takes_it_fails(
     assert failed.tolist() == [row == "3" for row in ROWS]
     assert scores.tolist() == [float(row != "3") for row in ROWS]
     assert "MemoryError" in caplog.text
+    assert "a process may allocate reward.memory_gb=2: raise that" in caplog.text
+
+
+def test_memory_that_a_module_lacks_names_its_bound(tmp_path: Path) -> None:
+    (tmp_path / "big.py").write_text("KEPT = bytearray(4 << 30)\n")
+    with pytest.raises(ValueError, match=r"MemoryError\n.*\n.* cost.memory_gb=1: raise that"):
+        RewardPool(f"{tmp_path}/big.py:f", memory_gb=1.0, section="cost")
+
+
+def test_a_crash_names_the_bound_of_memory(
+    functions: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert scored(f"{functions}:ends", ROWS, "6")[1].tolist() == [row == "6" for row in ROWS]
+    assert (
+        "(exit status -6: for want of memory? It may allocate reward.memory_gb=16)" in caplog.text
+    )
+
+
+def test_processes_that_the_kernel_kills_again_and_again_are_no_rows_fault(
+    functions: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [*ROWS, "9"]
+    assert scored(f"{functions}:ends", rows, "9")[1].tolist() == [row == "9" for row in rows]
+    assert "row 8 ended its process (exit status -9: killed by the kernel" in caplog.text
+    with pytest.raises(RewardError, match=r"rows 3 and 8 .*killed by the kernel, for want of mem"):
+        scored(f"{functions}:ends", rows, "9,3")
 
 
 def test_the_kernel_takes_a_reward_process_first(functions: str) -> None:
@@ -90,6 +126,18 @@ def test_megabytes_of_prints_neither_block_nor_flood(
     shown = capfd.readouterr()
     assert len(shown.out + shown.err) < 2 * SHOWN_BYTES
     assert f"printed more than {SHOWN_BYTES} bytes" in shown.err
+
+
+def test_the_last_words_of_a_process_are_told_however_much_it_printed(
+    functions: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RewardError, match=r"row 0 ended .*7\); it printed last:\n") as caught:
+        scored(f"{functions}:speaks", ["0"], on_error="fail")
+    assert str(caught.value).endswith("x\nlibrary: cannot open \u00e9")
+    assert len(str(caught.value)) < LAST_BYTES + 500
+    shown = capfd.readouterr().err
+    assert "library:" not in shown
+    assert shown.startswith("\u00e9x")
 
 
 def test_what_it_prints_or_raises_cannot_steer_the_terminal(

@@ -5,7 +5,9 @@ import importlib.metadata
 import json
 import resource
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
@@ -162,7 +164,49 @@ def refused(tokenizer, message):
         tokenizer.render(ASK, add_generation_prompt=True)
 
 
-def test_a_template_that_hung_once_is_not_waited_for_again(tmp_path, monkeypatch):
+def test_one_conversation_that_overruns_does_not_end_the_template(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfjax.template.DEADLINE_S", 0.3)
+    template = "{% if messages|length > 1 %}" + ENDLESS + "{% endif %}a"
+    tokenizer = write(tmp_path, chat_template=template)
+    for _ in range(2):
+        assert tokenizer.render(ASK, add_generation_prompt=True) == "a"
+        with pytest.raises(ValueError, match=r"did not end within 0.3 s"):
+            tokenizer.render(ASK * 2, add_generation_prompt=True)
+    refused(tokenizer, "did not end within")
+
+
+def test_threads_that_render_leave_the_bounds_as_they_were(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    loops = "{% for i in range(9) %}{% for j in range(99999) %}{% endfor %}{% endfor %}a"
+    tokenizer = write(tmp_path, chat_template=loops)
+
+    def renders(_):
+        return [tokenizer.render(ASK, add_generation_prompt=True) for _ in range(2)]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(renders, range(4))) == [["a", "a"]] * 4
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_other_threads_do_not_use_up_a_templates_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("hfjax.template.DEADLINE_S", 0.3)
+    tokenizer = write(tmp_path, chat_template=ENDLESS)
+    over = threading.Event()
+
+    def spins():
+        while not over.is_set():
+            pass
+
+    thread = threading.Thread(target=spins)
+    thread.start()
+    began_s = time.thread_time()
+    refused(tokenizer, "did not end within")
+    over.set()
+    thread.join()
+    assert 0.3 <= time.thread_time() - began_s < 1
+
+
+def test_a_template_that_hung_twice_is_not_waited_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr("hfjax.template.DEADLINE_S", 0.5)
     tokenizer = write(tmp_path, chat_template=ENDLESS)
     began_s = time.monotonic()
