@@ -50,12 +50,12 @@ class Fault:
     repair: Act = lambda victim: None
     status: int | None = 1
     says: str = ""  # a regular expression, seen exactly once
+    says_resumed: str = ""  # the same of the run that goes on from there
     within_s: float = DETECT_S  # from the fault to the end of the run
     resumes: bool = True  # to the bits of an undisturbed run; False: see `goes_on`
     goes_on: bool = False  # the run ends by itself as if nothing had been (status 0)
     equal: bool = True  # in all but what measures the machine
     settings: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     placements: tuple[str, ...] = PLACEMENTS
     disk: bool = False  # the run's directory is a file system of its own
     nodes: int = 0  # of a Ray cluster that is there before; 0: the run's own
@@ -99,7 +99,12 @@ def interrupt(victim: Victim) -> None:
 
 
 def preempt(victim: Victim) -> None:
-    hit(victim, victim.process.pid, signal.SIGTERM)
+    """SIGTERM as job managers send it, to every process, and once more by a wrapper."""
+    begins(victim)
+    os.killpg(victim.process.pid, signal.SIGTERM)
+    for pid in victim.workers():  # groups of their own
+        os.kill(pid, signal.SIGTERM)
+    os.kill(victim.process.pid, signal.SIGTERM)
     go_on(victim)
 
 
@@ -180,6 +185,9 @@ def lose_node(victim: Victim) -> None:
 LAST = -1  # the last rank of the actor's pool
 ACTOR = rf"role 'actor', update_actor at step {STEP} \(rank \d of pool '\w+' on host \S+\)"
 REWARD = r"role 'reward', compute_reward at step 5 .*reward .*:reward, row 3"
+RAYLET = r"Ray's raylet on this host .* is gone"
+# Ray may end the driver before it has noticed, and says why more than once.
+RAY_ALONE = rf"\A(?![\s\S]*{RAYLET})[\s\S]*Raylet is terminated[\s\S]*"
 WAITS = ("wait", "reward", 0)  # the step is held up while something is done from outside
 SKIP = {"reward": {"on_error": "skip"}}
 FAULTS = {
@@ -249,7 +257,11 @@ FAULTS = {
     ),
     "metrics cut": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=cut_metrics),
     "checkpoint damaged": Fault(
-        told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=flip_byte
+        told=WAITS,
+        act=kill_driver,
+        status=-signal.SIGKILL,
+        repair=flip_byte,
+        says_resumed=r"step 4 is damaged \(\S+ is not as it was written\)",
     ),
     "reward raises": Fault(
         told=("raise", "reward", 3), says=rf"{REWARD} raised:[\s\S]*ZeroDivisionError: told to fail"
@@ -287,9 +299,7 @@ FAULTS = {
         within_s=45,
         repair=Victim.add_node,
     ),
-    "raylet killed": Fault(  # Ray may end the driver before it has noticed
-        told=WAITS, act=kill_raylet, says=r"(?s)Ray's raylet on this host|Raylet is terminated.*"
-    ),
+    "raylet killed": Fault(told=WAITS, act=kill_raylet, says=rf"{RAYLET}|{RAY_ALONE}"),
     "GCS killed": Fault(told=WAITS, act=kill_gcs, says="Ray's gcs_server on this host .* is gone"),
 }
 
@@ -328,7 +338,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
     """Does a fault to a run, resumes it and compares it with the undisturbed one."""
     fault = FAULTS[name]
     over = {"deadline_s": 300.0} | dict(fault.settings)
-    victim = Victim(folder, placed, over, fault.environment)
+    victim = Victim(folder, placed, over)
     told = None
     if fault.told:
         do, at, rank = fault.told
@@ -363,6 +373,10 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
             wrong.append(f"is not resumed: {victim.said()}")
         elif fault.resumes and fault.equal:
             wrong += [f"differs: {what}" for what in differences(victim, whole)]
+            seen = (
+                len(re.findall(fault.says_resumed, victim.console())) if fault.says_resumed else 1
+            )
+            wrong += [f"{fault.says_resumed!r} is seen {seen} times"] if seen != 1 else []
         wrong += [f"{name} is not finite" for name in victim.not_finite()]
         more, _ = victim.left()
         wrong += [f"left after resuming: {more}"] if more else []
