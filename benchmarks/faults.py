@@ -334,6 +334,12 @@ HEAD = (
 )
 
 
+def seen_once(pattern: str, console: str) -> list[str]:
+    """What is wrong where it is not; nothing is asked where the pattern is empty."""
+    seen = len(re.findall(pattern, console)) if pattern else 1
+    return [f"{pattern!r} is seen {seen} times"] if seen != 1 else []
+
+
 def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
     """Does a fault to a run, resumes it and compares it with the undisturbed one."""
     fault = FAULTS[name]
@@ -360,8 +366,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
         wrong = [] if status == fault.status else [f"status {fault.status} is documented"]
         if seconds > fault.within_s:
             wrong.append(f"longer than {fault.within_s:g} s")
-        if fault.says and (seen := len(re.findall(fault.says, console))) != 1:
-            wrong.append(f"{fault.says!r} is seen {seen} times")
+        wrong += seen_once(fault.says, console)
         left, gone_s = victim.left()
         wrong += [f"left: {left}"] if left else []
         saved, last = victim.saved(), victim.last_step()
@@ -373,10 +378,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
             wrong.append(f"is not resumed: {victim.said()}")
         elif fault.resumes and fault.equal:
             wrong += [f"differs: {what}" for what in differences(victim, whole)]
-            seen = (
-                len(re.findall(fault.says_resumed, victim.console())) if fault.says_resumed else 1
-            )
-            wrong += [f"{fault.says_resumed!r} is seen {seen} times"] if seen != 1 else []
+            wrong += seen_once(fault.says_resumed, victim.console())
         wrong += [f"{name} is not finite" for name in victim.not_finite()]
         more, _ = victim.left()
         wrong += [f"left after resuming: {more}"] if more else []

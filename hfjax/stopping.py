@@ -17,7 +17,7 @@ from hfjax.saving import SaveError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Wrappers and job managers pass a signal on that the run has also got itself; a hand is slower.
-SAME_S = {signal.SIGINT: 0.3, signal.SIGTERM: 2.0}
+SAME_S: dict[int, float] = {signal.SIGINT: 0.3, signal.SIGTERM: 2.0}
 CHANGING = re.compile(r"\b(?:0x)?[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
 
 
