@@ -85,6 +85,13 @@ def kill_driver(victim: Victim) -> None:
     hit(victim, victim.process.pid)
 
 
+def kill_driver_after_save(victim: Victim) -> None:
+    """When the second checkpoint is there: it is written while the step goes on."""
+    go_on(victim)
+    victim.until(lambda: victim.saved() >= 2 * SAVE_EVERY, "second checkpoint")
+    kill_driver(victim)
+
+
 def stop_and_kill_driver(victim: Victim) -> None:
     os.kill(victim.process.pid, signal.SIGSTOP)
     time.sleep(3)
@@ -258,10 +265,10 @@ FAULTS = {
     "metrics cut": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=cut_metrics),
     "checkpoint damaged": Fault(
         told=WAITS,
-        act=kill_driver,
+        act=kill_driver_after_save,
         status=-signal.SIGKILL,
         repair=flip_byte,
-        says_resumed=r"step 4 is damaged \(\S+ is not as it was written\)",
+        says_resumed=r"checkpoint of step 4 in \S+ is damaged .* and ignored; resuming from step 2",
     ),
     "reward raises": Fault(
         told=("raise", "reward", 3), says=rf"{REWARD} raised:[\s\S]*ZeroDivisionError: told to fail"
