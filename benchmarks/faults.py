@@ -50,12 +50,12 @@ class Fault:
     repair: Act = lambda victim: None
     status: int | None = 1
     says: str = ""  # a regular expression, seen exactly once
+    says_resumed: str = ""  # the same of the run that goes on from there
     within_s: float = DETECT_S  # from the fault to the end of the run
     resumes: bool = True  # to the bits of an undisturbed run; False: see `goes_on`
     goes_on: bool = False  # the run ends by itself as if nothing had been (status 0)
     equal: bool = True  # in all but what measures the machine
     settings: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
     placements: tuple[str, ...] = PLACEMENTS
     disk: bool = False  # the run's directory is a file system of its own
     nodes: int = 0  # of a Ray cluster that is there before; 0: the run's own
@@ -85,6 +85,13 @@ def kill_driver(victim: Victim) -> None:
     hit(victim, victim.process.pid)
 
 
+def kill_driver_after_save(victim: Victim) -> None:
+    """When the second checkpoint is there: it is written while the step goes on."""
+    go_on(victim)
+    victim.until(lambda: victim.saved() >= 2 * SAVE_EVERY, "second checkpoint")
+    kill_driver(victim)
+
+
 def stop_and_kill_driver(victim: Victim) -> None:
     os.kill(victim.process.pid, signal.SIGSTOP)
     time.sleep(3)
@@ -99,7 +106,12 @@ def interrupt(victim: Victim) -> None:
 
 
 def preempt(victim: Victim) -> None:
-    hit(victim, victim.process.pid, signal.SIGTERM)
+    """SIGTERM as job managers send it, to every process, and once more by a wrapper."""
+    begins(victim)
+    os.killpg(victim.process.pid, signal.SIGTERM)
+    for pid in victim.workers():  # groups of their own
+        os.kill(pid, signal.SIGTERM)
+    os.kill(victim.process.pid, signal.SIGTERM)
     go_on(victim)
 
 
@@ -180,6 +192,9 @@ def lose_node(victim: Victim) -> None:
 LAST = -1  # the last rank of the actor's pool
 ACTOR = rf"role 'actor', update_actor at step {STEP} \(rank \d of pool '\w+' on host \S+\)"
 REWARD = r"role 'reward', compute_reward at step 5 .*reward .*:reward, row 3"
+RAYLET = r"Ray's raylet on this host .* is gone"
+# Ray may end the driver before it has noticed, and says why more than once.
+RAY_ALONE = rf"\A(?![\s\S]*{RAYLET})[\s\S]*Raylet is terminated[\s\S]*"
 WAITS = ("wait", "reward", 0)  # the step is held up while something is done from outside
 SKIP = {"reward": {"on_error": "skip"}}
 FAULTS = {
@@ -249,7 +264,11 @@ FAULTS = {
     ),
     "metrics cut": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=cut_metrics),
     "checkpoint damaged": Fault(
-        told=WAITS, act=kill_driver, status=-signal.SIGKILL, repair=flip_byte
+        told=WAITS,
+        act=kill_driver_after_save,
+        status=-signal.SIGKILL,
+        repair=flip_byte,
+        says_resumed=r"checkpoint of step 4 in \S+ is damaged .* and ignored; resuming from step 2",
     ),
     "reward raises": Fault(
         told=("raise", "reward", 3), says=rf"{REWARD} raised:[\s\S]*ZeroDivisionError: told to fail"
@@ -287,9 +306,7 @@ FAULTS = {
         within_s=45,
         repair=Victim.add_node,
     ),
-    "raylet killed": Fault(  # Ray may end the driver before it has noticed
-        told=WAITS, act=kill_raylet, says=r"(?s)Ray's raylet on this host|Raylet is terminated.*"
-    ),
+    "raylet killed": Fault(told=WAITS, act=kill_raylet, says=rf"{RAYLET}|{RAY_ALONE}"),
     "GCS killed": Fault(told=WAITS, act=kill_gcs, says="Ray's gcs_server on this host .* is gone"),
 }
 
@@ -324,11 +341,17 @@ HEAD = (
 )
 
 
+def seen_once(pattern: str, console: str) -> list[str]:
+    """What is wrong where it is not; nothing is asked where the pattern is empty."""
+    seen = len(re.findall(pattern, console)) if pattern else 1
+    return [f"{pattern!r} is seen {seen} times"] if seen != 1 else []
+
+
 def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
     """Does a fault to a run, resumes it and compares it with the undisturbed one."""
     fault = FAULTS[name]
     over = {"deadline_s": 300.0} | dict(fault.settings)
-    victim = Victim(folder, placed, over, fault.environment)
+    victim = Victim(folder, placed, over)
     told = None
     if fault.told:
         do, at, rank = fault.told
@@ -350,8 +373,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
         wrong = [] if status == fault.status else [f"status {fault.status} is documented"]
         if seconds > fault.within_s:
             wrong.append(f"longer than {fault.within_s:g} s")
-        if fault.says and (seen := len(re.findall(fault.says, console))) != 1:
-            wrong.append(f"{fault.says!r} is seen {seen} times")
+        wrong += seen_once(fault.says, console)
         left, gone_s = victim.left()
         wrong += [f"left: {left}"] if left else []
         saved, last = victim.saved(), victim.last_step()
@@ -363,6 +385,7 @@ def try_fault(name: str, placed: str, folder: Path, whole: Victim) -> Row:
             wrong.append(f"is not resumed: {victim.said()}")
         elif fault.resumes and fault.equal:
             wrong += [f"differs: {what}" for what in differences(victim, whole)]
+            wrong += seen_once(fault.says_resumed, victim.console())
         wrong += [f"{name} is not finite" for name in victim.not_finite()]
         more, _ = victim.left()
         wrong += [f"left after resuming: {more}"] if more else []

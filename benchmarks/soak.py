@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a long run leaves behind: PPO on the embedded model, over Ray, on two pools.
 
-    python -m benchmarks.soak [--steps 500] [--placement cpu8_split] [--every 10] [--out DIR]
+    python -m benchmarks.soak [--steps 500] [--placement FILE] [--every 10] [--out DIR]
 
 Every few steps it reads what each process holds: resident memory, file handles, live arrays,
 Python's objects, programs compiled; and the bytes in Ray's object store. Then it prints each one's
-slope after warm-up. Exit status 1 where something grows.
+slope after warm-up. Exit status 1 where something grows. Without a placement: that of cpu8_split,
+with the policy in two processes.
 """
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -33,6 +35,7 @@ from hfjax.controller.protocol import ONE_TO_ALL, method
 from hfjax.controller.worker import COMPILE_EVENT
 from hfjax.roles import Critic
 from hfjax.run import train
+from meshes.placement import Placement, load_placement
 
 WARM = 20  # steps after which nothing may grow
 GROWTH = 0.01  # in 100 steps: of memory, relative to what there is
@@ -81,6 +84,13 @@ class WeighedActor(Weighed, Actor):
 
 class WeighedCritic(Weighed, Critic):
     """A value function, in the second."""
+
+
+def two_processes() -> Placement:
+    """cpu8_split, with the policy in two, which meet before each call."""
+    placement = load_placement("cpu8_split", ("actor", "reference", "critic"))
+    policy = dataclasses.replace(placement.pools["policy"], processes=2)
+    return dataclasses.replace(placement, pools={**placement.pools, "policy": policy})
 
 
 def observed(every: int, marks: dict[int, dict[str, float]], file: Path) -> types.ModuleType:
@@ -144,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs and prints; 1 where something grows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--placement", default="cpu8_split")
+    parser.add_argument("--placement", default="")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
@@ -152,15 +162,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"use at least {WARM + 4 * options.every} --steps")
     out = options.out or Path(tempfile.mkdtemp(prefix="hfjax-soak-")) / "run"
     marks: dict[int, dict[str, float]] = {}
+    placement = options.placement or str(out.with_name("two_processes.toml"))
+    if not options.placement:
+        Path(placement).write_text(two_processes().to_toml())
     count_compiles()
     train(
         observed(options.every, marks, out / "held.jsonl"),
-        placement=options.placement,
+        placement=placement,
         steps=options.steps,
         save_every=max(1, options.steps // SAVES),
         out=str(out),
     )
-    print(f"PPO on the embedded model, {options.placement}, {options.steps} steps; {host()}")
+    print(f"PPO on the embedded model, {placement}, {options.steps} steps; {host()}")
     return 0 if report(marks) else 1
 
 

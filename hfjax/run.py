@@ -207,7 +207,7 @@ class Run:
             raise
 
     def _train(self) -> None:
-        stop = Stop(self.console.print)
+        stop = Stop()
         with handled(stop.on_signal), Progress(console=self.console) as progress:
             bar = progress.add_task("steps", total=self.plan.steps, completed=self.done)
             if self.log.last_step < 0 and self.plan.held_out:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ends that come from outside, Ctrl-C and SIGTERM, and starts after failures."""
 
+import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -14,6 +16,8 @@ from rich.console import Console
 from hfjax.saving import SaveError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Wrappers and job managers pass a signal on that the run has also got itself; a hand is slower.
+SAME_S: dict[int, float] = {signal.SIGINT: 0.3, signal.SIGTERM: 2.0}
 CHANGING = re.compile(r"\b(?:0x)?[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
 
 
@@ -26,21 +30,28 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """Whether a run is to end after its step: the first signal asks for it, a second ends it."""
+    """Whether a run is to end after its step: the first signal asks for it, a second ends it.
 
-    def __init__(self, tell: Callable[[str], Any]) -> None:
-        self.number, self._tell = 0, tell
+    The same signal within SAME_S of the first is no second one.
+    """
+
+    def __init__(self) -> None:
+        self.number, self._first_s = 0, 0.0
 
     def __bool__(self) -> bool:
         return self.number != 0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """The handler."""
+        """The handler; it runs in the midst of anything, so it prints through no buffer."""
+        now_s = time.monotonic()
+        if self.number == number and now_s - self._first_s < SAME_S[number]:
+            return
         if self.number:
             raise Stopped(number)
-        self.number = number
+        self.number, self._first_s = number, now_s
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        self._tell(f"{name}: stopping after this step; again stops at once")
+        with suppress(OSError):
+            os.write(2, f"\n{name}: stopping after this step; again stops at once\n".encode())
 
 
 def at_once(number: int, frame: FrameType | None) -> None:

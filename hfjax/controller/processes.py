@@ -3,6 +3,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,14 +25,24 @@ def alive(pid: int) -> bool:
     return _stat(pid)[0] != "Z"
 
 
-def daemons() -> dict[str, int]:
-    """Ray's own processes that this process has started, by name; none where /proc is not there."""
+def space() -> str:
+    """Where this process's pid means it: the same in all that may end it by that number."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def children(package: str) -> dict[int, str]:
+    """Processes of a package that this one has started, and their programs; none without /proc."""
     found, parent = {}, str(os.getpid())
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            name = (entry / "comm").read_text().strip()
-            if name in DAEMONS and _stat(int(entry.name))[1] == parent:
-                found[name] = int(entry.name)
+            if _stat(int(entry.name))[1] == parent:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+                if package in command:
+                    found[int(entry.name)] = os.path.basename(command.partition("\0")[0])
     return found
 
 
@@ -41,24 +52,37 @@ def end(pids: Iterable[int], patience_s: float) -> None:
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < ends_s:
         time.sleep(0.05)
     for pid in left:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has just ended, or is another user's
             os.kill(pid, signal.SIGKILL)
 
 
 def within(limit_s: float, ends: Callable[[], object]) -> None:
-    """Calls a function, and goes on when it does not return: what it waits for may be gone."""
-    thread = threading.Thread(target=ends, name="hfjax-close", daemon=True)
+    """Calls a function, and goes on when it fails or does not return: all else may be gone."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            ends()
+
+    thread = threading.Thread(target=quietly, name="hfjax-close", daemon=True)
     thread.start()
     thread.join(limit_s)
 
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """What SIGTERM does stays as it was: Ray, when it starts, has it leave the process."""
+    """What SIGTERM does stays as it was: Ray, when it starts, has it leave the process.
+
+    Processes that are started meanwhile do not heed it: where it is sent to all of a job, the
+    driver alone decides.
+    """
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def account(text: str) -> str:

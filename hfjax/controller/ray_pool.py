@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -45,12 +46,14 @@ class RayProcess:
         """Where this process is and how to reach it."""
         import ray
 
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all of a job: the driver decides
         address = ray.util.get_node_ip_address()
         self.reserved = reserve_port(address)
         return {
             "address": address,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "space": processes.space(),
             "probe": probe.listen(address),
             "coordinator": f"{address}:{self.reserved.getsockname()[1]}",
         }
@@ -145,18 +148,17 @@ class RayRuntime:
         self._hellos: list[dict[str, Any]] = []
         self._group: Any = None
         self._owns_session = False
-        self._daemons: dict[str, int] = {}  # of a session of its own
-        self._address = ""  # of this host
+        self._started: dict[int, str] = {}  # Ray's own processes, of a session of its own
+        self._session = ExitStack()  # ends after it
         self._scope = ExitStack()
         self._scope.enter_context(_cpu_only())
 
     def open(self, pools: Sequence[spec.Pool]) -> dict[str, Pool]:
-        loopback.stay_here()
+        self._session.enter_context(loopback.staying_here())
         import ray
 
         if not ray.is_initialized():
             self._init(sum(pool.processes for pool in pools))
-        self._address = ray.util.get_node_ip_address()
         if self.platform is None:
             self.platform = "gpu" if ray.cluster_resources().get("GPU") else "cpu"
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -175,8 +177,8 @@ class RayRuntime:
         """Which refs are done; waits up to `timeout_s` for the first to be."""
         import ray
 
-        for name, pid in self._daemons.items():
-            if not processes.alive(pid):
+        for pid, name in self._started.items():
+            if name in processes.DAEMONS and not processes.alive(pid):
                 raise ProcessDied(f"Ray's {name} on this host (pid {pid}) is gone")
         remote = list(dict.fromkeys(ref for ref in refs if isinstance(ref, ray.ObjectRef)))
         if not remote:
@@ -213,14 +215,25 @@ class RayRuntime:
         """Ends every process of every pool and gives the reservation back."""
         self._scope.close()
         within(CLOSE_TIMEOUT_S, self._end_actors)
-        here = [hello["pid"] for hello in self._hellos if hello["address"] == self._address]
+        space = processes.space()
+        here = [hello["pid"] for hello in self._hellos if hello["space"] == space]
         processes.end(here, KILL_TIMEOUT_S)
         self.pools, self._actors, self._hellos, self._group = {}, [], [], None
-        self._daemons = {}
         if self._owns_session:
-            import ray
-
             self._owns_session = False
+            self._end_session()
+        self._session.close()
+
+    def _end_session(self) -> None:
+        """Also where it is too broken to end itself: the next one must not join it."""
+        import ray
+
+        started, self._started = self._started, {}
+        # None heeds SIGTERM, and Ray waits a second for each in turn.
+        processes.end([p for p, name in started.items() if name not in processes.DAEMONS], 0)
+        within(CLOSE_TIMEOUT_S, ray.shutdown)
+        processes.end(started, 0)
+        if ray.is_initialized():
             within(CLOSE_TIMEOUT_S, ray.shutdown)
 
     def _end_actors(self) -> None:
@@ -242,6 +255,8 @@ class RayRuntime:
         # Ray's default of 15 starves the workers wherever anything else runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
+        package = os.path.dirname(ray.__file__)
+        before = processes.children(package)
         with own_sigterm():
             ray.init(
                 address=address,
@@ -253,7 +268,8 @@ class RayRuntime:
             )
         self._owns_session = True
         if address == "local":
-            self._daemons = processes.daemons()
+            now = processes.children(package)
+            self._started = {pid: name for pid, name in now.items() if pid not in before}
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray
@@ -331,7 +347,10 @@ class RayRuntime:
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=left_s)
             if not done:
                 late = ", ".join(waiting.values())
-                raise RoleError(f"{late}: did not {what} within start_deadline_s={limit_s:g}")
+                raise RoleError(
+                    f"{late}: did not {what} within start_deadline_s={limit_s:g}; "
+                    "raise it, or look at what holds that host up"
+                )
             try:
                 self.get(done)
             except exceptions.RayTaskError as error:

@@ -6,6 +6,7 @@ This module does not import JAX at the top: platform and simulated devices are s
 
 import functools
 import logging
+import math
 import os
 import re
 import socket
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 BUILD = "build"  # the method name under which errors and records show a role's construction
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu"}  # platform -> JAX_PLATFORMS
+MEETING = "hfjax call"  # one name for all: JAX keeps each that it was ever given
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 # How long a collective between CPU processes waits for a peer; JAX's own limits are 30 to 100 s.
 COLLECTIVE_FLAGS = (
@@ -163,7 +165,7 @@ def join(
         # Where heartbeats fail first, JAX ends the processes that are well.
         jax.distributed.initialize(
             *(coordinator, processes, rank),
-            initialization_timeout=int(start_deadline_s),
+            initialization_timeout=math.ceil(start_deadline_s),
             heartbeat_timeout_seconds=_limit_s(deadline_s),
         )
     found = len(jax.local_devices())
@@ -226,7 +228,6 @@ class Worker:
         """Before each call the processes meet, if `limit_s` says how long they may wait."""
         self.pool, self.devices, self.rank = pool, tuple(devices), rank
         self.processes, self.local, self.limit_s = processes, local, limit_s
-        self.n_calls = 0
         self.host = socket.gethostname()
         self.roles: dict[str, Any] = {}
         self._warnings = _Warnings()
@@ -251,9 +252,8 @@ class Worker:
     def call(self, call: Call, *values: Any) -> tuple[Any, ...]:
         """Runs a role's method: one value for each written column, then a CallInfo."""
         with self._named(call.role, call.method, call.step):
-            self.n_calls += 1
             if self.limit_s and self.processes > 1:
-                meet(f"hfjax call {self.n_calls}", self.limit_s)
+                meet(MEETING, self.limit_s)
             compiles, start_s = _compiles(), time.time()
             function = getattr(self.roles[call.role], call.method)
             columns: list[Any] = []

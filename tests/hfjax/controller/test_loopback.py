@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that asks for no cluster listens on loopback alone, and Ray asks for its token."""
+"""A run that asks for no cluster listens on loopback alone; its processes heed the driver alone."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 pytestmark = pytest.mark.ray
 
 PROGRAM = """
-import json, os, sys
+import json, os, signal, sys, time
+before = dict(os.environ)
 if sys.argv[1] == "first":
     import ray
 from toys import Summer
@@ -21,7 +23,7 @@ from hfjax.batch import Batch
 from hfjax.controller.handle import start
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement
-from tests.hfjax.controller.test_loopback import listening, tokenless
+from tests.hfjax.controller.test_loopback import family_of, listening, tokenless
 
 place = Placement(
     {"world": Pool("world", 4, 2), "one": Pool("one", 2)},
@@ -32,7 +34,14 @@ place = Placement(
 BUILDERS = {"summer": Summer, "other": Summer}
 with start(place, BUILDERS, deadline_s=60.0, log_to_driver=False) as models:
     models.summer.sums(Batch(x=range(1, 5)))["sum"].tolist()
-    print(json.dumps([listening(os.getpid()), tokenless()]))
+    told = [listening(os.getpid()), tokenless()]
+    for pid in family_of(os.getpid()) - {os.getpid()}:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(1)
+    told.append(models.summer.sums(Batch(x=range(1, 5)))["sum"].tolist())
+left = {k: v for k, v in os.environ.items() if "AUTH" in k or "CLUSTER" in k}
+told.append(left == {k: v for k, v in before.items() if k in left})
+print(json.dumps([*told, family_of(os.getpid()) == {os.getpid()}]))
 """
 
 
@@ -86,23 +95,33 @@ def tokenless() -> str:
 
 
 @pytest.mark.parametrize("imported", ["by the run", "first"])
-def test_nothing_of_a_run_listens_beyond_this_host(imported: str) -> None:
-    """Also where Ray was imported first, and where the environment says otherwise."""
+def test_nothing_of_a_run_listens_beyond_this_host(imported: str, tmp_path: Path) -> None:
+    """Also where Ray was imported first, and where the environment says otherwise.
+
+    Gloo listens where the host's name leads. SIGTERM to all but the driver ends nobody; in the end
+    neither processes nor variables nor a token in a file are left.
+    """
     root = Path(__file__).parents[3]
     paths = os.pathsep.join([str(root), str(Path(__file__).parent)])
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    environment |= {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)}
     environment |= {"RAY_AUTH_MODE": "disabled"} if imported == "by the run" else {}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, imported],
         **{"capture_output": True, "text": True, "timeout": 240, "env": environment},
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    sockets, answer = json.loads(ran.stdout.splitlines()[-1])
+    sockets, answer, after, put_back, ended = json.loads(ran.stdout.splitlines()[-1])
     assert len(sockets) >= 6  # Ray's head and node, the coordinator, a probe of each process
+    gloo = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
     assert {address for address, _ in sockets} <= {
+        gloo,
         "0100007F",
         "00000000000000000000000001000000",
         "0000000000000000FFFF00000100007F",
     }
     assert answer == "StatusCode.UNAUTHENTICATED"
+    assert after == [10.0] * 4
+    assert put_back
+    assert ended
+    assert not (tmp_path / ".ray" / "auth_token").exists()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes by pid: who is alive, and how they are ended."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 
-from hfjax.controller.processes import account, alive, end, within
+import pytest
+
+from hfjax.controller.processes import account, alive, children, end, own_sigterm, within
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -45,3 +48,33 @@ Worker exit detail: End of file. Some common causes include: (1) the OOM killer"
         "pid: 18065; The actor is dead because its worker process has died. Worker exit type: "
         "SYSTEM_ERROR Worker exit detail: End of file."
     )
+
+
+def test_another_users_process_is_left_and_a_failure_on_the_way_out_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    end([1], patience_s=0.0)
+
+    def fails() -> None:
+        raise RuntimeError("the session is gone")
+
+    within(5, fails)
+    assert not capsys.readouterr().err
+
+
+def test_what_starts_beside_a_driver_does_not_heed_sigterm_and_the_driver_does() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with own_sigterm():
+        process = subprocess.Popen(SLEEP)
+    process.terminate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    assert process.pid in children("time.sleep(600)")
+    process.kill()
+    process.wait()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

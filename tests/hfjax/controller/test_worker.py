@@ -9,10 +9,12 @@ import threading
 import pytest
 
 from hfjax.controller import probe
+from hfjax.controller import worker as worker_module
 from hfjax.controller.ray_pool import COORDINATOR_PORTS, reserve_port
 from hfjax.controller.worker import (
     COLLECTIVE_FLAGS,
     COUNT_FLAG,
+    Call,
     RoleContext,
     RoleError,
     Worker,
@@ -97,3 +99,15 @@ def test_nobody_answers_a_probe_of_a_port_that_is_only_reserved() -> None:
         assert probe.ask("127.0.0.1", port, 1.0) is None
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
+
+
+def test_ranks_meet_before_each_call_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX keeps every name that it was given, for the life of the process."""
+    names: list[str] = []
+    monkeypatch.setattr(worker_module, "meet", lambda name, limit_s: names.append(name))
+    worker = Worker("all", processes=2, limit_s=60)
+    worker.build("role", lambda context: "text", None)
+    for _ in range(3):
+        worker.call(Call("role", "upper", 0))
+    assert len(names) == 3
+    assert len(set(names)) == 1
