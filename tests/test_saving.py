@@ -294,6 +294,32 @@ hfjax.roles.start_save = never_done
 """
 
 
+FULL = """
+import resource
+from algorithms.sft import *
+from algorithms import sft
+
+def step(models, prompts, cfg):
+    if models.step == 2:
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, most))
+    return sft.step(models, prompts, cfg)
+"""
+
+
+def test_a_run_on_a_full_disk_ends(tmp_path: Path) -> None:
+    """More numbers than a pipe holds find no room in TensorBoard's file, and the process exits."""
+    config = tuning(tmp_path, steps=60, on_save_error="continue", tensorboard=True)
+    (tmp_path / "full.py").write_text(FULL)
+    (tmp_path / "given.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "hfjax.cli", "train", str(tmp_path / "full.py")]
+    command += ["--config", str(tmp_path / "given.toml")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "step 60, the last, could not be saved" in ended.stderr
+    assert "step 60/60" in ended.stdout
+
+
 @pytest.mark.slow
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
