@@ -422,6 +422,7 @@ class MetricLog:
 
     def flush(self) -> None:
         """Writes what is not written yet: whole lines or none; what fails is kept for later."""
+        failed: list[OSError] = []
         for name, data in list(self._left.items()):
             path = self.out / name
             size = path.stat().st_size if path.exists() else 0
@@ -430,11 +431,13 @@ class MetricLog:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())  # the checkpoint that follows is on disk, too
+                del self._left[name]
             except OSError as error:
                 with suppress(OSError):
                     os.truncate(path, size)
-                raise OSError(error.errno, error.strerror, str(path)) from error
-            del self._left[name]
+                failed.append(OSError(error.errno, error.strerror, str(path)))
+        if failed:
+            raise failed[0]
 
     def _add(self, name: str, data: bytes) -> None:
         self._left[name] = self._left.get(name, b"") + data

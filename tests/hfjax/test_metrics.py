@@ -8,6 +8,7 @@ import re
 import resource
 import struct
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -279,12 +280,13 @@ def test_tensorboard_gets_every_number_and_what_a_full_disk_refused(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     log.write(3, {"critic/score/mean": 0.125, "actor/lr": math.nan})
     log.close()
+    messages: Any = event_pb2
     data, found = file.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
         assert struct.unpack("<I", data[12 + length :][:4]) == (masked_crc32c(data[12:][:length]),)
-        event = event_pb2.Event.FromString(data[12:][:length])
+        event = messages.Event.FromString(data[12:][:length])
         found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         data = data[16 + length :]
     scores = [(step, "critic/score/mean", 2.0**-step) for step in (1, 2, 3)]
