@@ -75,13 +75,12 @@ def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) 
                     run.train()
                     return run.out
             except Exception as error:
-                starts, last = run is None, run or last
-                if last is None:  # settings are refused, or nothing ever ran
+                starts = run is None
+                if run:
+                    config = dataclasses.replace(config, out=str(run.out), resume=True)
+                    last = run.models.step, run.saves.newest, run.console
+                if not last or not restarts.again(error, *last, starts=starts):
                     raise
-                at = last.models.step, last.saves.newest
-                if not restarts.again(error, *at, last.console, starts=starts):
-                    raise
-            config = dataclasses.replace(config, out=str(last.out), resume=True)
 
 
 def default_config(

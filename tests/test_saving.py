@@ -542,8 +542,8 @@ def test_a_restart_that_cannot_start_is_tried_again_and_a_first_start_is_not(
     shown = capsys.readouterr().out
     assert "restart 1 of 3 from step 2: of step 3" in shown
     assert "restart 3 of 3 in 0 s, as the last could not be: devices are not free" in shown
-    for refused, runs in (([1], 1), ([2, 3, 4], 4)):
-        opened.clear()
+    for now_refused, runs in (([1], 1), ([2, 3, 4], 4)):
+        opened[:], refused[:] = [], now_refused
         with pytest.raises(ValueError, match="not free"):
             train(sft, config)
         assert len(opened) == runs
