@@ -29,9 +29,9 @@ def read_text(path: Path, most_bytes: int = MOST_JSON_BYTES) -> str:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> dict[str, Any]:
     """The object in a JSON file; ValueError names the file and what is wrong with it."""
-    text = read_text(path)
+    text = read_text(path, most_bytes)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:  # too deep; numbers of too many digits

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from hfjax.events import Events
 from hfjax.files import host_memory, printable
 
 STEP = "training/global_step"
@@ -376,18 +377,15 @@ class MetricLog:
         tensorboard: bool = True,
     ) -> None:
         self.out, self.steps = Path(out), steps
-        self._left: dict[str, str] = {}  # by file: lines that could not be written yet
+        self._left: dict[str, bytes] = {}  # by file: what is not written yet
         self.console = console or make_console()
         self.out.mkdir(parents=True, exist_ok=True)
         cut_to_step(self.out / "samples.jsonl", math.inf)
         self.last_step = cut_to_step(self.out / "metrics.jsonl", math.inf)
-        self.board = None
-        if tensorboard:
-            from tensorboardX import SummaryWriter  # slow to import, and only the driver logs
-
-            events = str(self.out / "tensorboard")
-            # Its thread ends on a full disk; a bounded queue would block the run then.
-            self.board = SummaryWriter(events, purge_step=self.last_step + 1, max_queue=0)
+        self._events = Events() if tensorboard else None
+        if self._events:
+            (self.out / "tensorboard").mkdir(exist_ok=True)
+            self._add(f"tensorboard/{self._events.name}", self._events.start(self.last_step + 1))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step to every place; steps must rise, so that each stands once."""
@@ -397,12 +395,12 @@ class MetricLog:
                 "resume the run, or use a new directory"
             )
         self.last_step = step
-        self._append("metrics.jsonl", [{**metrics, STEP: step}])
-        if self.board is not None:
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
+        self._add("metrics.jsonl", _json_line({**metrics, STEP: step}).encode())
+        if self._events:
+            name = f"tensorboard/{self._events.name}"
+            self._add(name, self._events.scalars(step, metrics))
         self.console.print(console_block(metrics, step, self.steps))
+        self.flush()
 
     def samples(self, step: int, columns: Mapping[str, Any]) -> None:
         """Append some of a step's prompts, responses and scores to samples.jsonl, an object a row.
@@ -412,30 +410,32 @@ class MetricLog:
         names = [name for name in SAMPLE_COLUMNS if name in columns]
         rows = zip(*(columns[name] for name in names), strict=True)
         records = [{**dict(zip(names, row, strict=True)), STEP: step} for row in rows]
-        self._append("samples.jsonl", records)
+        self._add("samples.jsonl", "".join(map(_json_line, records)).encode())
+        self.flush()
 
     def close(self) -> None:
-        """Close TensorBoard's file; the JSONL files are whole after every call."""
-        if self.board is not None:
-            with suppress(OSError):  # a full disk, which is said elsewhere
-                self.board.close()
+        """Tries a last time to write what a full disk refused."""
+        with suppress(OSError):  # said before
+            self.flush()
 
     def flush(self) -> None:
-        """Writes what could not be written before."""
-        for name in list(self._left):
-            self._append(name, [])
+        """Writes what is not written yet: whole lines or none; what fails is kept for later."""
+        failed: list[OSError] = []
+        for name, data in list(self._left.items()):
+            path = self.out / name
+            size = path.stat().st_size if path.exists() else 0
+            try:
+                with open(path, "ab") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())  # the checkpoint that follows is on disk, too
+                del self._left[name]
+            except OSError as error:
+                with suppress(OSError):
+                    os.truncate(path, size)
+                failed.append(OSError(error.errno, error.strerror, str(path)))
+        if failed:
+            raise failed[0]
 
-    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Whole lines or none: what fails is kept for the next time."""
-        path, text = self.out / name, self._left.pop(name, "") + "".join(map(_json_line, records))
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # the checkpoint that follows is on disk, too
-        except OSError as error:
-            self._left[name] = text
-            with suppress(OSError):
-                os.truncate(path, size)
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    def _add(self, name: str, data: bytes) -> None:
+        self._left[name] = self._left.get(name, b"") + data

@@ -205,7 +205,8 @@ class TrainedRole(ModelRole):
         """`loss` reads `columns`, and entropies if `loss_entropy`; `model` goes to ModelRole.
 
         So many neighbouring rows are always in one micro-batch, on one replica: a pair's two.
-        The training state is a new one, or that saved under `checkpoint`, on whatever mesh.
+        The training state is a new one, or that saved under `checkpoint`, on whatever mesh; the
+        driver has verified its files' contents.
         """
         dtype = training.compute_dtype
         super().__init__(context, compute_dtype=dtype, loads=not checkpoint, **model)
@@ -217,7 +218,7 @@ class TrainedRole(ModelRole):
         self.writing: Future[Sums] | None = None
         abstract = self.trainer.abstract_state()
         if checkpoint:
-            state = restore_role(checkpoint, abstract, self.saved)
+            state = restore_role(checkpoint, abstract, self.saved, verify=False)
         else:
             state = self.trainer.init_state(self.params)
         self.params: Any = None  # the state owns them
@@ -299,7 +300,9 @@ class TrainedRole(ModelRole):
     @method(ONE_TO_ALL)
     def save(self, *, path: str) -> None:
         """Begins to write the training state as it is now under `path`."""
-        self.writing = start_save(path, self.held.state(), self.saved)
+        state = self.held.state()
+        self.writing = start_save(path, state, self.saved)
+        self.held.take(state)
 
     @method(ONE_TO_ALL)
     def written(self, *, wait: bool) -> Sums | str | None:

@@ -66,17 +66,21 @@ def train(algorithm: ModuleType | str, /, config: Any = None, **overrides: Any) 
         config = from_dict(type(config), overrides, where="train()", base=config)
     elif overrides:
         raise ValueError("train() takes a config or overrides, not both")
-    restarts = Restarts(config.max_restarts)
+    restarts, last = Restarts(config.max_restarts), None
     with handled(at_once):
         while True:
-            with Run(algorithm, config, restarts.count) as run:
-                try:
+            run = None
+            try:
+                with Run(algorithm, config, restarts.count) as run:
                     run.train()
                     return run.out
-                except Exception as error:
-                    if not restarts.again(error, run.models.step, run.saves.newest, run.console):
-                        raise
-            config = dataclasses.replace(config, out=str(run.out), resume=True)
+            except Exception as error:
+                starts = run is None
+                if run:
+                    config = dataclasses.replace(config, out=str(run.out), resume=True)
+                    last = run.models.step, run.saves.newest, run.console
+                if not last or not restarts.again(error, *last, starts=starts):
+                    raise
 
 
 def default_config(
@@ -149,12 +153,12 @@ class Run:
         self.plan = plan = prepare(self.algorithm, config, now)
         self.tokenizer = load_tokenizer(plan.model)
         about = {"algorithm": name, "model": plan.model, "began": now.isoformat()}
-        self.done, self.store = find_run(self.out, config, about)
+        self.done, self.store = find_run(self.out, config, about, self.console.print)
         if self.done:
             check_state(plan, self.store, self.done)
         elif config.resume:
             self.console.print(f"{self.out} has no checkpoint yet: starting over")
-        check_best(config.keep_best, plan.held_out)
+        check_best(config, plan.held_out)
         self.console.print(plan.placement.table())
         self.console.print(plan.sizes())
         self.console.print("starting pools")

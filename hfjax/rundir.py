@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -48,8 +48,10 @@ OWN |= {
 }
 
 
-def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, CheckpointStore]:
-    """The last step on disk, 0 for a new run; nothing is written.
+def find_run(
+    out: Path, config: Any, about: dict[str, str], tell: Callable[[str], object] = log.info
+) -> tuple[int, CheckpointStore]:
+    """The last step on disk, 0 for a new run; nothing is written. What takes long is told before.
 
     `about` names algorithm and model, and says when the run began. A directory in use is refused
     unless it is resumed, and one of another run always.
@@ -74,7 +76,7 @@ def find_run(out: Path, config: Any, about: dict[str, str]) -> tuple[int, Checkp
         if file.exists():
             records_until(file, 0)
     store = CheckpointStore(folder, config.keep_last, config.keep_best)
-    done = store.latest() or 0
+    done = store.latest(tell=tell) or 0
     if 0 < config.steps < done:
         raise ValueError(f"steps={config.steps}: {out} is at step {done}; set steps above that")
     return done, store
@@ -204,7 +206,7 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     config = from_dict(config_class(algorithm), read_toml(file), where=str(file))
     directory = _new_directory(Path(directory))
     store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
-    step = store.latest()
+    step = store.latest(contents=False)  # those of the role are verified when it is read
     if step is None:
         raise ValueError(f"RUN={run} has no whole checkpoint to export")
     roles = algorithm.roles(config.algorithm)

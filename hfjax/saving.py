@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from hfjax.controller.handle import Models, Reply
 from hfjax.engine.store import CheckpointStore
+from hfjax.metrics import stage
 
 WRITTEN = "written"  # the method of trained roles that says whether a process has written
 
@@ -44,12 +45,24 @@ def recording(on_error: OnError) -> Iterator[None]:
         log.warning("%s; the run goes on, and tries again with the next step", told)
 
 
-def check_best(keep_best: str, held_out: Any) -> None:
-    """Refuses a metric of evaluations where nothing is evaluated."""
-    if keep_best.removeprefix("-").startswith("val-") and held_out is None:
+def check_best(config: Any, held_out: Any) -> None:
+    """Refuses a metric without a name, and one of evaluations that checkpoints would be without."""
+    name = config.keep_best.removeprefix("-")
+    if config.keep_best and not name:
+        raise ValueError("keep_best=-: put a metric's name after the '-', as -actor/loss")
+    if not name.startswith("val-"):
+        return
+    if held_out is None:
         raise ValueError(
-            f"keep_best={keep_best}: val-* are metrics of evaluations; set data.eval, or use a "
-            "metric of the steps, as critic/score/mean"
+            f"keep_best={config.keep_best}: val-* are metrics of evaluations; set data.eval, or "
+            "use a metric of the steps, as critic/score/mean"
+        )
+    every, saves = config.eval_every, config.save_every
+    if saves > 0 and (every <= 0 or saves % every):
+        raise ValueError(
+            f"keep_best={config.keep_best}, eval_every={every}, save_every={saves}: checkpoints "
+            "are to fall on steps that are evaluated; save_every must be a multiple of eval_every, "
+            f"as eval_every={saves}, save_every={saves}"
         )
 
 
@@ -112,7 +125,8 @@ class Saves:
             found = {role: reply.result() for role, reply in asked.items()}
             asked.clear()
             if all(each is not None for values in found.values() for each in values):
-                self._commit(found)
+                with stage("commit_checkpoint"):
+                    self._commit(found)
 
     def finish(self) -> None:
         """Waits until what was begun is written, and commits it."""

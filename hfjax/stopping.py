@@ -18,6 +18,7 @@ from hfjax.saving import SaveError
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Wrappers and job managers pass a signal on that the run has also got itself; a hand is slower.
 SAME_S: dict[int, float] = {signal.SIGINT: 0.3, signal.SIGTERM: 2.0}
+PAUSE_S = 10  # after a restart that failed: a lost process's devices and ports come free
 CHANGING = re.compile(r"\b(?:0x)?[0-9a-f]{6,}\b|\d+")  # of a message: ids, addresses, counts
 
 
@@ -80,15 +81,24 @@ class Restarts:
         self.most, self.count = most, 0
         self._last: Any = None  # the last failure: step, newest checkpoint, kind
 
-    def again(self, error: Exception, step: int, saved: int, console: Console) -> bool:
+    def again(
+        self, error: Exception, step: int, saved: int, console: Console, *, starts: bool = False
+    ) -> bool:
         """Whether to go on from the checkpoint of step `saved` after a failure in `step`.
 
         Refusals, checkpoints that cannot be written and a failure that comes again before another
-        checkpoint end the run.
+        checkpoint end the run. Not so where `starts`: processes that could not be started again
+        may be in a while, which is waited for; the settings are those that were taken before.
         """
+        first = str(error).partition("\n")[0]
+        if starts and self.count < self.most:
+            self.count += 1
+            told = f"restart {self.count} of {self.most} in {PAUSE_S} s, as the last could not be"
+            console.print(f"{told}: {first}", markup=False)
+            time.sleep(PAUSE_S)
+            return True
         if isinstance(error, ValueError | SaveError) or getattr(error, "refusal", False):
             return False
-        first = str(error).partition("\n")[0]
         failure = (step, saved, type(error), CHANGING.sub("", first))
         repeated, self._last = failure == self._last, failure
         if self.count >= self.most:

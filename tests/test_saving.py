@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: checkpoints beside its steps, the best one, and ends of every kind."""
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -25,16 +26,18 @@ import pytest
 import hfjax.roles
 from algorithms import sft
 from hfjax.batch import Batch
-from hfjax.config import to_toml
-from hfjax.engine.checkpoint import finish_save, restore_role, start_save
+from hfjax.config import RunConfig, to_toml
+from hfjax.engine.checkpoint import file_sum, finish_save, restore_role, start_save
+from hfjax.engine.offload import HOST
 from hfjax.engine.store import CheckpointStore
-from hfjax.metrics import STEP
+from hfjax.metrics import STEP, make_console
 from hfjax.roles import saved_state
 from hfjax.run import Run, train
 from hfjax.rundir import export_run, hold
-from hfjax.saving import SaveError
+from hfjax.saving import SaveError, check_best
 from hfjax.stopping import Stopped
 from meshes.mesh import MeshShape
+from meshes.placement import Placement, Pool, RolePlacement
 from tests.fixtures import placed, slow_but
 from tests.test_resume import records, untimed
 from tests.test_run import tuning
@@ -294,6 +297,35 @@ hfjax.roles.start_save = never_done
 """
 
 
+FULL = """
+import resource
+from algorithms.sft import *
+from algorithms import sft
+
+def step(models, prompts, cfg):
+    if models.step in (2, 60):
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000 if models.step == 2 else most, most))
+    return sft.step(models, prompts, cfg)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_disk_was_full_for_a_while_ends_with_all_its_records(tmp_path: Path) -> None:
+    """More numbers than a pipe holds come after TensorBoard's file found no room."""
+    config = tuning(tmp_path, steps=150, on_save_error="continue", tensorboard=True)
+    (tmp_path / "full.py").write_text(FULL)
+    (tmp_path / "given.toml").write_text(to_toml(config))
+    command = [sys.executable, "-m", "hfjax.cli", "train", str(tmp_path / "full.py")]
+    command += ["--config", str(tmp_path / "given.toml")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert re.search(r"tfevents\S* could not be written: File too large", ended.stderr)
+    assert [record[STEP] for record in records(tmp_path / "run")] == [*range(1, 151)]
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"actor/nll") == 150
+
+
 @pytest.mark.slow
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -348,6 +380,45 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert text.endswith("ignored; resuming from step 2")
 
 
+def test_a_checkpoint_that_is_not_all_here_is_not_committed(tmp_path: Path) -> None:
+    """As where a process wrote to a disk of its own host: what it says of its files is not so."""
+    root = CheckpointStore(tmp_path)
+    sums = start_save(root.begin(2) / "actor", {"w": jnp.arange(2000)}).result()
+    elsewhere = {"ocdbt.process_1/d/0123": [10, 0]}
+    with pytest.raises(ValueError, match=r"ocdbt\.process_1/d/0123 is missing"):
+        root.commit(2, {"step": 2}, {"actor": sums | elsewhere})
+    assert root.steps() == []
+
+
+def test_a_memory_of_any_length_comes_back(tmp_path: Path) -> None:
+    """Five million bytes are more than is read of others' JSON."""
+    root = CheckpointStore(tmp_path, keep_last=1, keep_best="loss")
+    meta = {"memory": {"costs": "9" * 5_000_000}, "metrics": {"loss": 1.0}}
+    for step in (2, 4):
+        root.begin(step)
+        root.commit(step, meta, {})
+    assert root.steps() == [2, 4]
+    assert root.load_meta(root.latest() or 0) == meta
+
+
+def test_a_checkpoints_contents_are_read_once_and_its_bytes_told_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tuning(tmp_path, steps=1)
+    train(sft, config)
+    read: list[Path] = []
+    monkeypatch.setattr(
+        "hfjax.engine.checkpoint.file_sum", lambda file: read.append(file) or file_sum(file)
+    )
+    bulk = [path for path in store(config).path(1).glob("actor/**/d/*") if path.is_file()]
+    with Run(sft, dataclasses.replace(config, resume=True, steps=2)):
+        assert [read.count(file) for file in bulk] == [1] * len(bulk)
+    assert re.search(r"verifying the checkpoint of step 1: 0\.\d+ GB\n", capsys.readouterr().out)
+    read.clear()
+    export_run(config.out, tmp_path / "exported")
+    assert [read.count(file) for file in bulk] == [1] * len(bulk)
+
+
 def test_the_best_checkpoint_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of losses 3 1 none nan 1 2: the first of the lowest, beside the last; then one better."""
     root = CheckpointStore(tmp_path, keep_last=1, keep_best="-loss")
@@ -374,8 +445,42 @@ def test_a_run_keeps_its_best_checkpoint_and_says_where_it_has_no_value(
     other = dataclasses.replace(config, keep_best="-actor/nil", resume=True, steps=5)
     train(sft, other)
     assert "keep_best=actor/nil: step 5 has no such metric (nearest: actor/nll)" in caplog.text
-    with pytest.raises(ValueError, match=r"keep_best=val-core/nll: .* set data\.eval"):
-        train(sft, dataclasses.replace(config, keep_best="val-core/nll", out=str(tmp_path / "b")))
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluated", "every", "saves", "told"),
+    [
+        ("-", True, 2, 2, "keep_best=-: put a metric's name"),
+        ("val-core/nll", False, 2, 2, r"keep_best=val-core/nll: .* set data\.eval"),
+        ("-val-core/nll", True, 0, 2, r"eval_every=0, save_every=2: .*, as eval_every=2, save_"),
+        ("val-core/nll", True, 2, 3, "save_every must be a multiple of eval_every"),
+        ("val-core/nll", True, 2, 4, ""),
+        ("actor/nll", False, 0, 3, ""),
+        ("", False, 0, 3, ""),
+    ],
+)
+def test_a_best_that_checkpoints_would_have_no_value_of_is_refused(
+    name: str, evaluated: bool, every: int, saves: int, told: str
+) -> None:
+    config = RunConfig(keep_best=name, eval_every=every, save_every=saves)
+    with pytest.raises(ValueError, match=told) if told else contextlib.nullcontext():
+        check_best(config, object() if evaluated else None)
+
+
+@pytest.mark.slow
+def test_offloaded_moments_rest_on_the_host_after_a_save(tmp_path: Path) -> None:
+    role = RolePlacement("actor", "all", train=MeshShape(), offload=True)
+    placement = Placement({"all": Pool("all", 1)}, {"actor": role})
+    (tmp_path / "offload.toml").write_text(placement.to_toml())
+    config = tuning(tmp_path, steps=1)
+    with Run(sft, dataclasses.replace(config, placement=str(tmp_path / "offload.toml"))) as run:
+        run.train()
+        state = run.models.actor.pool.worker.roles["actor"].held._state
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state)} == {HOST}
+    moments = {n: x for n, x in saved(config, 1).items() if "opt_state" in n}
+    leaves = jax.tree_util.tree_leaves_with_path(state.opt_state)
+    kept = {f".opt_state{jax.tree_util.keystr(path)}": np.asarray(x) for path, x in leaves}
+    assert_equal_bits(moments, kept)
 
 
 def failing(at: dict[int, int]) -> types.ModuleType:
@@ -405,6 +510,43 @@ def test_a_run_that_failed_goes_on_from_its_last_checkpoint(
     assert untimed(out) == untimed(Path(whole.out))
     assert [record["perf/restarts"] for record in records(out)] == [1, 1, 1, 1, 2, 2]
     assert_equal_bits(saved(config, 6), saved(whole, 6))
+
+
+def test_a_restart_that_cannot_start_is_tried_again_and_a_first_start_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[bool] = []
+    refused = [2, 3]
+
+    class Starting(contextlib.AbstractContextManager):  # a run whose first step fails once
+        out, console = tmp_path / "run", make_console()
+        models, saves = types.SimpleNamespace(step=3), types.SimpleNamespace(newest=2)
+
+        def __init__(self, algorithm: Any, config: Any, restarts: int) -> None:
+            opened.append(config.resume)
+            if len(opened) in refused:
+                raise ValueError("devices are not free within 20 s")
+
+        def train(self) -> None:
+            if len(opened) == 1:
+                raise ArithmeticError("of step 3")
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr("hfjax.run.Run", Starting)
+    monkeypatch.setattr("hfjax.stopping.PAUSE_S", 0)
+    config = RunConfig(max_restarts=3)
+    train(sft, config)
+    assert opened == [False, True, True, True]
+    shown = capsys.readouterr().out
+    assert "restart 1 of 3 from step 2: of step 3" in shown
+    assert "restart 3 of 3 in 0 s, as the last could not be: devices are not free" in shown
+    for now_refused, runs in (([1], 1), ([2, 3, 4], 4)):
+        opened[:], refused[:] = [], now_refused
+        with pytest.raises(ValueError, match="not free"):
+            train(sft, config)
+        assert len(opened) == runs
 
 
 @pytest.mark.ray

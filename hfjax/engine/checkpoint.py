@@ -65,17 +65,26 @@ def save_role(path: str | Path, state: Any, shapes: Any = None) -> None:
     finish_save(path, start_save(path, state, shapes).result())
 
 
-def restore_role(path: str | Path, abstract: Any, shapes: Any = None, *, whole: bool = True) -> Any:
+def restore_role(
+    path: str | Path,
+    abstract: Any,
+    shapes: Any = None,
+    *,
+    whole: bool = True,
+    verify: bool = True,
+) -> Any:
     """The tree saved at `path`, laid out as `abstract` says.
 
     `abstract` is a tree of ShapeDtypeStructs with shardings, on any mesh, all of whose processes
     call this. Names, dtypes and shapes (those of `shapes`, where they are given: `abstract` is
     filled up with zeros beyond them) must be the saved ones: nothing is cast or cut. Without
-    `whole`, `abstract` may be a part of what was saved, and only that part is read.
+    `whole`, `abstract` may be a part of what was saved, and only that part is read. Not `verify`:
+    the caller knows that the files' contents are whole, and only their sizes are looked at.
     """
     path = Path(path).absolute()
     check_role(path, abstract if shapes is None else shapes, whole=whole)
-    verify_role(path, share=slice(jax.process_index(), None, jax.process_count()))
+    share = slice(jax.process_index(), None, jax.process_count())
+    verify_role(path, contents=verify, share=share)
     wanted = _flat(abstract)
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     how = {name: dataclasses.replace(each, strict=False) for name, each in how.items()}  # fill up

@@ -13,8 +13,9 @@ import math
 import os
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,13 @@ class CheckpointStore:
         tmp, final = self._tmp(step), self.path(step)
         for role, sums in roles.items():
             finish_save(tmp / role, sums)
+            verify_role(tmp / role, contents=False)  # of every process, also on another host
         text = json.dumps(meta, indent=1, sort_keys=True, allow_nan=False)
         (tmp / META).write_text(text + "\n")
         files = {name: file_sum(tmp / name) for name in (META, *map(_checksums, roles))}
         manifest = {"format": FORMAT, "step": step, "roles": sorted(roles), "files": files}
-        _sync_tree(tmp)
+        synced = {tmp / role / name for role, sums in roles.items() for name in sums}
+        _sync_tree(tmp, synced)
         (tmp / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         sync(tmp / MANIFEST)
         sync(tmp)
@@ -91,7 +94,7 @@ class CheckpointStore:
         sync(self.root)
         try:
             self._tidy()
-        except OSError as error:  # it stays whole all the same
+        except (OSError, ValueError) as error:  # it stays whole all the same
             log.warning("an old checkpoint in %s could not be deleted: %s", self.root, error)
         return final
 
@@ -116,15 +119,21 @@ class CheckpointStore:
                 values[step] = self.sign * value
         return max(values, key=lambda step: (values[step], -step), default=None)
 
-    def latest(self) -> int | None:
-        """The newest step with a whole checkpoint, every byte of it read.
+    def latest(
+        self, *, contents: bool = True, tell: Callable[[str], object] = log.info
+    ) -> int | None:
+        """The newest step with a whole checkpoint, every byte of it read, which is told before.
 
-        Newer ones that are not are named in the log; where all are damaged that is an error.
+        Newer ones that are not are named in the log; where all are damaged that is an error. Not
+        `contents`: only sizes of arrays are looked at.
         """
         left_out: list[tuple[int, str]] = []
         newest = None
         for step, done in reversed(self._found()):
-            problem = self.problem(step, contents=True) if done else "incomplete"
+            problem = self.problem(step) if done else "incomplete"
+            if contents and not problem:
+                tell(f"verifying the checkpoint of step {step}: {self._bytes(step) / 1e9:.3f} GB")
+                problem = self.problem(step, contents=True)
             if not problem:
                 newest = step
                 break
@@ -167,11 +176,15 @@ class CheckpointStore:
         return ""
 
     def load_meta(self, step: int) -> dict[str, Any]:
-        """What was given to commit."""
+        """What was given to commit, of whatever length."""
         try:
-            return read_json(self.path(step) / META)
+            return read_json(self.path(step) / META, most_bytes=sys.maxsize)
         except ValueError as error:
             raise ValueError(f"checkpoint file {error}") from error
+
+    def _bytes(self, step: int) -> int:
+        files = (path for path in self.path(step).rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in files)
 
     def _tmp(self, step: int) -> Path:
         return self.path(step).with_name(self.path(step).name + TMP)
@@ -195,9 +208,10 @@ def _checksums(role: str) -> str:
     return f"{role}/{CHECKSUMS}"
 
 
-def _sync_tree(root: Path) -> None:
-    """Forces a directory and all below it to disk."""
+def _sync_tree(root: Path, synced: Collection[Path]) -> None:
+    """Forces a directory and all below it to disk, but for the files that are there already."""
     for folder, _, files in os.walk(root):
         for name in files:
-            sync(Path(folder) / name)
+            if Path(folder) / name not in synced:
+                sync(Path(folder) / name)
         sync(Path(folder))

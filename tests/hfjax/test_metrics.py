@@ -6,7 +6,9 @@ import json
 import math
 import re
 import resource
+import struct
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from hfjax import metrics
 from hfjax.metrics import STEP, Max, Mean, MetricLog, Min, Total, cut_to_step
@@ -262,12 +266,33 @@ def test_console_shows_stages_with_shares_and_the_main_numbers():
     assert lines[2].strip() == "score 0.1235   val-core/sums/acc/mean@1 nan"
 
 
-def test_tensorboard_gets_every_number(tmp_path):
+def test_tensorboard_gets_every_number_and_what_a_full_disk_refused(tmp_path: Path) -> None:
+    """Step 2 reaches the file with step 3; a record has a length, two sums and its bytes."""
     log = MetricLog(tmp_path, console=Console(file=io.StringIO()))
     log.write(1, {"critic/score/mean": 0.5})
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    size, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, most))
+    try:
+        with pytest.raises(OSError, match=r"metrics\.jsonl|tfevents"):
+            log.write(2, {"critic/score/mean": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    log.write(3, {"critic/score/mean": 0.125, "actor/lr": math.nan})
     log.close()
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"critic/score/mean" in events.read_bytes()
+    messages: Any = event_pb2
+    data, found = file.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        assert struct.unpack("<I", data[8:12]) == (masked_crc32c(data[:8]),)
+        assert struct.unpack("<I", data[12 + length :][:4]) == (masked_crc32c(data[12:][:length]),)
+        event = messages.Event.FromString(data[12:][:length])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + length :]
+    scores = [(step, "critic/score/mean", 2.0**-step) for step in (1, 2, 3)]
+    assert found[:3] == scores
+    assert found[3][:2] == (3, "actor/lr")
+    assert math.isnan(found[3][2])
 
 
 def test_lines_that_a_full_disk_refuses_are_written_whole_the_next_time(tmp_path: Path) -> None:
