@@ -346,8 +346,8 @@ def console_block(metrics: Mapping[str, float], step: int, steps: int | None = N
     """One step for the eye: stages with seconds and their share of the step, main numbers."""
     stages = {k[9:]: v for k, v in metrics.items() if k.startswith("timing_s/")}
     step_s = stages.pop("step", 0.0)
-    between_s = sum(stages.get(name, 0.0) for name in ("testing", "save_checkpoint"))
-    whole_s = step_s + between_s  # a step's own time has neither
+    between = ("testing", "save_checkpoint", "commit_checkpoint")
+    whole_s = step_s + sum(stages.get(name, 0.0) for name in between)  # not of a step's own time
     text = Text(f"step {step}" + (f"/{steps}" if steps else ""), style="bold")
     text.append(f"  {whole_s:.2f} s" if stages else "", style="bold")
     if stages:
