@@ -164,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     marks: dict[int, dict[str, float]] = {}
     placement = options.placement or str(out.with_name("two_processes.toml"))
     if not options.placement:
+        out.parent.mkdir(parents=True, exist_ok=True)
         Path(placement).write_text(two_processes().to_toml())
     count_compiles()
     train(

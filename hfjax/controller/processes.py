@@ -34,12 +34,12 @@ def space() -> str:
         return socket.gethostname()
 
 
-def children(package: str) -> dict[int, str]:
-    """Processes of a package that this one has started, and their programs; none without /proc."""
-    found, parent = {}, str(os.getpid())
+def children(parent: int, package: str = "") -> dict[int, str]:
+    """Processes that one has started, of a package, and their programs; none without /proc."""
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if _stat(int(entry.name))[1] == parent:
+            if _stat(int(entry.name))[1] == str(parent):
                 command = (entry / "cmdline").read_bytes().decode(errors="replace")
                 if package in command:
                     found[int(entry.name)] = os.path.basename(command.partition("\0")[0])

@@ -229,10 +229,12 @@ class RayRuntime:
         import ray
 
         started, self._started = self._started, {}
+        below = [pid for parent in started for pid in processes.children(parent)]
         # None heeds SIGTERM, and Ray waits a second for each in turn.
         processes.end([p for p, name in started.items() if name not in processes.DAEMONS], 0)
         within(CLOSE_TIMEOUT_S, ray.shutdown)
-        processes.end(started, 0)
+        processes.end(started.keys() & processes.children(os.getpid()).keys(), 0)
+        processes.end(below, 0)  # agents would report the raylet's end to a head that is gone
         if ray.is_initialized():
             within(CLOSE_TIMEOUT_S, ray.shutdown)
 
@@ -256,7 +258,7 @@ class RayRuntime:
         os.environ.setdefault("RAY_worker_niceness", "0")
         address = os.environ.get("RAY_ADDRESS") or "local"
         package = os.path.dirname(ray.__file__)
-        before = processes.children(package)
+        before = processes.children(os.getpid(), package)
         with own_sigterm():
             ray.init(
                 address=address,
@@ -268,7 +270,7 @@ class RayRuntime:
             )
         self._owns_session = True
         if address == "local":
-            now = processes.children(package)
+            now = processes.children(os.getpid(), package)
             self._started = {pid: name for pid, name in now.items() if pid not in before}
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:

@@ -73,7 +73,7 @@ def test_what_starts_beside_a_driver_does_not_heed_sigterm_and_the_driver_does()
     process.terminate()
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
-    assert process.pid in children("time.sleep(600)")
+    assert process.pid in children(os.getpid(), "time.sleep(600)")
     process.kill()
     process.wait()
     assert signal.getsignal(signal.SIGTERM) == before
