@@ -256,6 +256,8 @@ class RayRuntime:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # Ray's default of 15 starves the workers wherever anything else runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # So long Ray's agents look for a head that a killed driver took with it; 60 by default.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
         address = os.environ.get("RAY_ADDRESS") or "local"
         package = os.path.dirname(ray.__file__)
         before = processes.children(os.getpid(), package)
