@@ -216,7 +216,7 @@ class _Hunt:
         size, more, most = BATCH
         while len(rows):
             batch, own = rows[:size], numbers[:size]
-            placed = np.array([self._packs(tuple(row)) for row in batch.tolist()], bool)
+            placed = np.array([self._packs(row) for row in batch], bool)
             batch, own = batch[placed], own[placed]
 
             def alive(values: np.ndarray, which: np.ndarray, own: Any = (batch, own)) -> Any:
@@ -229,10 +229,10 @@ class _Hunt:
             rows, bounds, numbers = rows[some], bounds[some], numbers[some]
             size = min(size * more, most)
 
-    def _packs(self, row: tuple[int, ...]) -> bool:
+    def _packs(self, row: np.ndarray) -> bool:
         """Whether the pools of an allocation find machines."""
-        pools = [self.pools.grants.counts[grant].tolist() for grant in row]
-        return packs(pools, self.pools.grants.cluster)
+        grants = self.pools.grants
+        return packs(grants.counts[row].tolist(), grants.cluster)
 
     def _take(
         self,
