@@ -39,7 +39,7 @@ from meshes.placement import Placement, load_placement
 
 WARM = 20  # steps after which nothing may grow
 GROWTH = 0.01  # in 100 steps: of memory, relative to what there is
-SAVES = 5  # checkpoints of a run
+SAVE_EVERY = 10  # the first save compiles programs, which is to be over by then
 
 compiled: list[str] = []  # programs of this process
 
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         observed(options.every, marks, out / "held.jsonl"),
         placement=placement,
         steps=options.steps,
-        save_every=max(1, options.steps // SAVES),
+        save_every=SAVE_EVERY,
         out=str(out),
     )
     print(f"PPO on the embedded model, {placement}, {options.steps} steps; {host()}")

@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from hfjax.controller import loopback, probe, processes
+from hfjax.controller import loopback, probe, processes, reaper
 from hfjax.controller.pool import Pool, ProcessDied
 from hfjax.controller.processes import account, own_sigterm, within
 from hfjax.controller.resources import bundle_of, check_feasible, request, total
@@ -149,6 +149,7 @@ class RayRuntime:
         self._group: Any = None
         self._owns_session = False
         self._started: dict[int, str] = {}  # Ray's own processes, of a session of its own
+        self._reaper: Any = None  # of such a session
         self._session = ExitStack()  # ends after it
         self._scope = ExitStack()
         self._scope.enter_context(_cpu_only())
@@ -229,12 +230,13 @@ class RayRuntime:
         import ray
 
         started, self._started = self._started, {}
-        below = [pid for parent in started for pid in processes.children(parent)]
         # None heeds SIGTERM, and Ray waits a second for each in turn.
         processes.end([p for p, name in started.items() if name not in processes.DAEMONS], 0)
         within(CLOSE_TIMEOUT_S, ray.shutdown)
         processes.end(started.keys() & processes.children(os.getpid()).keys(), 0)
-        processes.end(below, 0)  # agents would report the raylet's end to a head that is gone
+        if self._reaper:
+            within(CLOSE_TIMEOUT_S, partial(reaper.finish, self._reaper))
+            self._reaper = None
         if ray.is_initialized():
             within(CLOSE_TIMEOUT_S, ray.shutdown)
 
@@ -256,13 +258,11 @@ class RayRuntime:
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
         # Ray's default of 15 starves the workers wherever anything else runs.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        # So long Ray's agents look for a head that a killed driver took with it; 60 by default.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
         address = os.environ.get("RAY_ADDRESS") or "local"
         package = os.path.dirname(ray.__file__)
         before = processes.children(os.getpid(), package)
         with own_sigterm():
-            ray.init(
+            session: Any = ray.init(
                 address=address,
                 num_cpus=cpus if address == "local" else None,
                 include_dashboard=False if address == "local" else None,
@@ -274,6 +274,8 @@ class RayRuntime:
         if address == "local":
             now = processes.children(os.getpid(), package)
             self._started = {pid: name for pid, name in now.items() if pid not in before}
+            if sys.platform == "linux":
+                self._reaper = reaper.start(session.address_info["session_dir"])
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray
