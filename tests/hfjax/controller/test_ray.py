@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -304,6 +305,34 @@ def test_the_first_error_is_seen_once_and_a_rerun_works() -> None:
         start(PLACEMENT, broken)
     with run() as models:
         assert models.summer.sums(Batch(x=np.arange(3)))["sum"].tolist() == [3.0] * 3
+
+
+OTHER_JOB = """
+import numpy as np
+from toys import Doubler
+
+from hfjax.batch import Batch
+from hfjax.controller.handle import start
+from meshes.placement import single_pool
+
+placement = single_pool(["doubler"], 2, processes=2, platform="cpu")
+with start(placement, {"doubler": Doubler}) as models:
+    print(models.doubler.double(Batch(x=np.arange(3)))["y"].tolist())
+"""
+
+
+def test_a_second_job_on_the_cluster_takes_and_ends_only_what_is_its_own(m: Models) -> None:
+    import ray
+
+    before = processes(m)
+    environment = dict(os.environ, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    other = [sys.executable, "-c", OTHER_JOB]
+    for _ in range(2):  # a rerun finds what it needs
+        told = subprocess.run(other, env=environment, capture_output=True, text=True, timeout=120)
+        assert told.stdout.splitlines()[-1:] == ["[0, 2, 4]"], told.stderr
+    assert m.doubler.double(Batch(x=np.arange(3)))["y"].tolist() == [0, 3, 6]
+    assert processes(m) == before
 
 
 MINE = """
