@@ -28,7 +28,7 @@ def test_an_export_is_there_whole_or_not_at_all(
     about = {"algorithm": "sft", "model": config.model, "began": "2020-01-01"}
     (run / "run.json").write_text(json.dumps(about))
     params = load_params(config.model, load_config(config.model), "lm")
-    monkeypatch.setattr(CheckpointStore, "latest", lambda self: 1)
+    monkeypatch.setattr(CheckpointStore, "latest", lambda self, **_: 1)
     monkeypatch.setattr(hfjax.rundir, "restore_role", lambda *_, **__: {"params": params})
 
     def fills_the_disk(*given: Any) -> None:
