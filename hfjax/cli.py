@@ -19,7 +19,8 @@ COMMANDS = {
     "best placements, without a device; plan ppo --help lists its settings",
     "graph": "graph ALGORITHM [--algorithm.KEY VALUE ...]    the calls of one step, and what each "
     "waits for",
-    "export": "export RUN DIR    the actor (or reward model) of a run, in Hugging Face format",
+    "export": "export RUN DIR [--best]    the actor (or reward model) of a run's last checkpoint, "
+    "or of the one that keep_best keeps, in Hugging Face format",
     "calibrate": "calibrate [--out FILE.toml] [--name NAME] [--devices N]    times this host, and "
     "writes it down as a device; N: so many simulated on CPU",
 }
@@ -210,9 +211,10 @@ def export(arguments: list[str]) -> None:
     """Writes the actor of a run in Hugging Face format."""
     from hfjax.rundir import export_run
 
-    if len(arguments) != 2:
-        raise ValueError("export takes RUN, a run's directory, and DIR, a new one")
-    export_run(*arguments)
+    where = [argument for argument in arguments if argument != "--best"]
+    if len(where) != 2 or where[0].startswith("-") or where[1].startswith("-"):
+        raise ValueError("export takes RUN, a run's directory, and DIR, a new one, and --best")
+    export_run(*where, best="--best" in arguments)
 
 
 def calibrate(arguments: list[str]) -> None:

@@ -195,8 +195,11 @@ def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
         )
 
 
-def export_run(run: str | Path, directory: str | Path) -> None:
-    """Writes the actor, or what was trained, of a run as a Hugging Face directory."""
+def export_run(run: str | Path, directory: str | Path, *, best: bool = False) -> None:
+    """Writes the actor, or what was trained, of a run as a Hugging Face directory.
+
+    That of the last checkpoint, or the `best` by the run's `keep_best`.
+    """
     run = Path(run)
     if not (run / "run.json").is_file():
         raise ValueError(f"RUN={run} holds no run.json: it is not a run's directory")
@@ -205,10 +208,12 @@ def export_run(run: str | Path, directory: str | Path) -> None:
     file = run / "settings.toml"
     config = from_dict(config_class(algorithm), read_toml(file), where=str(file))
     directory = _new_directory(Path(directory))
-    store = CheckpointStore(run / "checkpoints", keep_last=config.keep_last)
-    step = store.latest(contents=False)  # those of the role are verified when it is read
+    store = CheckpointStore(run / "checkpoints", config.keep_last, config.keep_best)
+    # The contents of the role are verified when it is read.
+    step = store.best() if best else store.latest(contents=False)
     if step is None:
-        raise ValueError(f"RUN={run} has no whole checkpoint to export")
+        of = f" with a value of keep_best={config.keep_best!r}" if best else ""
+        raise ValueError(f"RUN={run} has no whole checkpoint{of} to export")
     roles = algorithm.roles(config.algorithm)
     role = main_role(roles)
     model, head = about["model"], role_class(roles[role]).head

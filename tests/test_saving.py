@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import hfjax.roles
 from algorithms import sft
@@ -442,9 +443,15 @@ def test_a_run_keeps_its_best_checkpoint_and_says_where_it_has_no_value(
     assert store(config).steps() == [1, 4]
     value = store(config).load_meta(1)["metrics"]["actor/nll"]
     assert value == records(out)[0]["actor/nll"]
+    export_run(out, tmp_path / "best", best=True)
+    export_run(out, tmp_path / "last")
+    best, last = (load_file(tmp_path / name / "model.safetensors") for name in ("best", "last"))
+    assert not np.array_equal(best["model.norm.weight"], last["model.norm.weight"])
     other = dataclasses.replace(config, keep_best="-actor/nil", resume=True, steps=5)
     train(sft, other)
     assert "keep_best=actor/nil: step 5 has no such metric (nearest: actor/nll)" in caplog.text
+    with pytest.raises(ValueError, match="no whole checkpoint with a value of keep_best='-actor/n"):
+        export_run(out, tmp_path / "none", best=True)
 
 
 @pytest.mark.parametrize(

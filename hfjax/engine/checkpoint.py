@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from meshes.layouts import replicated
 
 CHECKSUMS = "checksums.json"  # of a role's other files; written last
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 20
 READERS = 8  # threads that sum files
 Sums = dict[str, list[int]]  # file below a role's directory -> bytes, CRC-32
 
@@ -218,9 +218,10 @@ def _sums(path: Path, names: Iterable[str]) -> Sums:
 def file_sum(file: Path) -> list[int]:
     """Bytes and CRC-32 of a file."""
     size = crc = 0
-    with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+    block = memoryview(bytearray(BLOCK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            size, crc = size + count, zlib.crc32(block[:count], crc)
     return [size, crc]
 
 
