@@ -88,6 +88,12 @@ class Plan:
         """Roles with a training state."""
         return [k for k, b in self.builders.items() if issubclass(role_class(b), TrainedRole)]
 
+    def frozen(self) -> dict[str, str]:
+        """The models of roles that read the same weights whenever the run starts or resumes."""
+        builders = {k: b for k, b in self.builders.items() if k in self.placement.roles}
+        read = {k: b.keywords for k, b in builders.items() if k not in self.trained}
+        return {role: kw["model"] for role, kw in read.items() if not kw.get("random")}
+
     def sizes(self) -> str:
         """What a step is made of: prompts x n -> rows -> mini-batch -> micro-batch."""
         prompts = self.config.data.prompts_per_step

@@ -21,6 +21,7 @@ from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
+from hfjax.files import fingerprint
 from hfjax.guard import Guard
 from hfjax.items import PROMPTS
 from hfjax.metrics import (
@@ -152,7 +153,8 @@ class Run:
         now = began(self.out, resume=config.resume)
         self.plan = plan = prepare(self.algorithm, config, now)
         self.tokenizer = load_tokenizer(plan.model)
-        about = {"algorithm": name, "model": plan.model, "began": now.isoformat()}
+        frozen = {role: fingerprint(model) for role, model in plan.frozen().items()}
+        about = {"algorithm": name, "model": plan.model, "began": now.isoformat(), "frozen": frozen}
         self.done, self.store = find_run(self.out, config, about, self.console.print)
         if self.done:
             check_state(plan, self.store, self.done)

@@ -49,11 +49,12 @@ OWN |= {
 
 
 def find_run(
-    out: Path, config: Any, about: dict[str, str], tell: Callable[[str], object] = log.info
+    out: Path, config: Any, about: dict[str, Any], tell: Callable[[str], object] = log.info
 ) -> tuple[int, CheckpointStore]:
     """The last step on disk, 0 for a new run; nothing is written. What takes long is told before.
 
-    `about` names algorithm and model, and says when the run began. A directory in use is refused
+    `about` names algorithm and model, says when the run began, and has the fingerprints of models
+    that nothing trains. A directory in use is refused
     unless it is resumed, and one of another run always.
     """
     folder = out / "checkpoints"
@@ -136,7 +137,7 @@ def check_state(plan: Plan, store: CheckpointStore, done: int) -> None:
 
 
 def open_directory(
-    out: Path, done: int, config: Any, placement: Placement, about: dict[str, str]
+    out: Path, done: int, config: Any, placement: Placement, about: dict[str, Any]
 ) -> None:
     """Cuts what came after step `done` and writes the run's settings; each file changes whole."""
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -163,7 +164,7 @@ def began(out: Path, *, resume: bool) -> datetime:
         raise ValueError(f"{file}: began={found!r:.60} is no date and time") from error
 
 
-def _about(out: Path) -> dict[str, str]:
+def _about(out: Path) -> dict[str, Any]:
     """What run.json says of a run."""
     about = read_json(out / "run.json")
     for name in ("algorithm", "model", "began"):
@@ -175,13 +176,21 @@ def _about(out: Path) -> dict[str, str]:
     return about
 
 
-def _check_same_run(out: Path, config: Any, about: dict[str, str]) -> None:
+def _check_same_run(out: Path, config: Any, about: dict[str, Any]) -> None:
     """Refuses to continue another run: only FREE_ON_RESUME may differ from its settings."""
     saved = _about(out)
-    pairs: dict[str, tuple[Any, Any]] = {name: (saved[name], about[name]) for name in about}
+    pairs = {name: (saved.get(name), value) for name, value in about.items() if name != "frozen"}
     if saved["algorithm"] != about["algorithm"]:
         was, now = pairs["algorithm"]
         raise ValueError(f"out={out} holds a run of {was}, not of {now}; choose another directory")
+    marks = saved.get("frozen")
+    marks = marks if isinstance(marks, dict) else {}
+    changed = [role for role, mark in about["frozen"].items() if marks.get(role, mark) != mark]
+    if changed:
+        raise ValueError(
+            f"out={out}: the weights of {' and '.join(changed)}, which nothing trains, are not "
+            "those that this run began with; put them back or choose another directory"
+        )
     before = flat(read_toml(out / "settings.toml"))
     after = flat(tomllib.loads(to_toml(config)))
     for name in sorted(before.keys() | after.keys()):

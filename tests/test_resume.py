@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algorithms import grpo, ppo, safe_rlhf, sft
+from algorithms import dpo, grpo, ppo, safe_rlhf, sft
 from hfjax.algorithm import config_class
 from hfjax.arithmetic import write_task_model_config
 from hfjax.config import from_dict, to_toml
@@ -206,6 +206,28 @@ def test_a_resume_that_fails_leaves_every_file_as_it_was(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole: step 1 is damaged"):
         train(sft, again)
     assert files() == before
+
+
+def test_another_reference_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    """Resumed with other weights in its directory; the policy's are in the checkpoint."""
+    row = {"prompt": "t3", "chosen": "t4 t5", "rejected": "t6"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    table = {
+        "model": str(write_tiny_hf(tmp_path / "model")),
+        "runtime": "local",
+        "placement": placed(tmp_path / "placement.toml", MeshShape(), "actor", "reference"),
+        "out": str(tmp_path / "run"),
+        "tensorboard": False,
+        "data": {"train": str(tmp_path / "pairs.jsonl"), "prompts_per_step": 1, "max_tokens": 16},
+    }
+    config = from_dict(config_class(dpo), table | {"steps": 1}, where="test")
+    train(dpo, config)
+    again = dataclasses.replace(config, resume=True, steps=2)
+    write_tiny_hf(tmp_path / "model", seed=1)
+    with pytest.raises(ValueError, match="the weights of reference, which nothing trains, are not"):
+        train(dpo, again)
+    write_tiny_hf(tmp_path / "model")
+    assert [record[STEP] for record in records(train(dpo, again))] == [1, 2]
 
 
 @pytest.mark.slow

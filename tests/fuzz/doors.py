@@ -242,8 +242,7 @@ def write_directory(folder: Path) -> list[Path]:
     """A run's directory after two steps."""
     write_checkpoint(folder)
     out, config = folder / "run", settings(folder)
-    about = {"algorithm": "grpo", "model": str(folder / "model"), "began": NOW.isoformat()}
-    open_directory(out, 2, config, read_run(folder).placement, about)
+    open_directory(out, 2, config, read_run(folder).placement, about(folder, NOW))
     lines = [json.dumps({"training/global_step": step, "actor/loss": 0.5}) for step in (0, 1, 2)]
     (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (out / "samples.jsonl").write_text("\n".join(lines) + "\n")
@@ -252,8 +251,14 @@ def write_directory(folder: Path) -> list[Path]:
 
 def read_directory(folder: Path) -> None:
     out, config = folder / "run", dataclasses.replace(settings(folder), resume=True)
-    about = {"algorithm": "grpo", "model": str(folder / "model")}
-    find_run(out, config, about | {"began": began(out, resume=True).isoformat()})
+    find_run(out, config, about(folder, began(out, resume=True)))
+
+
+def about(folder: Path, now: datetime) -> dict[str, Any]:
+    """What run.json says."""
+    frozen = {"reference": "8c736521"}
+    run = {"algorithm": "grpo", "model": str(folder / "model"), "frozen": frozen}
+    return run | {"began": now.isoformat()}
 
 
 BYTES, JSON = (damaged_bytes,), (damaged_json, damaged_bytes)

@@ -7,11 +7,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from hfjax import cli
-from hfjax.files import MOST_JSON_BYTES, free_bytes, printable, read_json
+from hfjax.files import MOST_JSON_BYTES, fingerprint, free_bytes, printable, read_json
 from hfjax.metrics import console_block, make_console
 from meshes.toml import MOST_BYTES, toml_file
 
@@ -147,3 +148,18 @@ def test_paths_with_brackets_are_printed_as_they_are() -> None:
     console.file = io.StringIO()
     console.print("run directory: runs/[bold]:smile:")
     assert console.file.getvalue() == "run directory: runs/[bold]:smile:\n"
+
+
+@pytest.mark.parametrize("size", [1000, 40 << 20])
+def test_models_of_one_size_with_other_weights_differ_in_their_fingerprints(
+    size: int, tmp_path: Path
+) -> None:
+    weights = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    before = fingerprint(str(tmp_path))
+    assert fingerprint(str(tmp_path)) == before
+    weights[size // 3 : size // 2] += 1
+    (tmp_path / "model.safetensors").write_bytes(weights.tobytes())
+    assert fingerprint(str(tmp_path)) != before
+    assert fingerprint(str(tmp_path / "model.safetensors")) != before
