@@ -108,9 +108,9 @@ def interrupt(victim: Victim) -> None:
 def preempt(victim: Victim) -> None:
     """SIGTERM as job managers send it, to every process, and once more by a wrapper."""
     begins(victim)
-    os.killpg(victim.process.pid, signal.SIGTERM)
-    for pid in victim.workers():  # groups of their own
-        os.kill(pid, signal.SIGTERM)
+    for pid in victim.pids():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     os.kill(victim.process.pid, signal.SIGTERM)
     go_on(victim)
 

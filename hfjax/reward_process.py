@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -177,12 +178,23 @@ def _confine(memory_gb: float, controller: int) -> None:
         os._exit(1)
 
 
+def _spare(own: int, number: int, frame: Any) -> None:
+    """SIGTERM, sent to all of a job: the driver decides when this process ends.
+
+    Not ignored: what a reward function starts would inherit that, and could not be terminated.
+    """
+    if os.getpid() != own:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def serve(descriptor: int, spec: str, memory_gb: float, controller: int, bound: str) -> None:
     """The worker process: loads the function, then answers jobs until the controller is gone."""
     own = os.getpid()
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, partial(_spare, own))
     _confine(memory_gb, controller)
     try:
         function = load_reward(spec)

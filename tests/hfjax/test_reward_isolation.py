@@ -16,7 +16,7 @@ from hfjax.rewards import LAST_BYTES, SHOWN_BYTES, RewardError, RewardPool
 from tests.fixtures import write_tiny_hf
 
 FUNCTIONS = """
-import os, pickle, signal, sys, time
+import os, pickle, signal, subprocess, sys, time
 KEPT = []
 def eats(prompts, responses, truths):
     for prompt in prompts:
@@ -60,6 +60,15 @@ def speaks(prompts, responses, truths):
         time.sleep(0.1)
     print("x" * 100000 + "\\nlibrary: cannot open \u00e9", flush=True)
     os._exit(7)
+def terminated(prompts, responses, truths):
+    os.kill(os.getpid(), signal.SIGTERM)
+    program = subprocess.Popen(["sleep", "600"])
+    copy = os.fork() or time.sleep(600)
+    time.sleep(0.5)  # Python drops signals of its first moments
+    program.terminate()
+    os.kill(copy, signal.SIGTERM)
+    ended = program.wait(), -os.waitpid(copy, 0)[1]
+    return [float(ended == (-15, -15))] * len(prompts)
 def adjusted(prompts, responses, truths):
     return [float(open("/proc/self/oom_score_adj").read())] * len(prompts)
 """
@@ -156,6 +165,11 @@ def test_signals_that_it_takes_over_do_not_keep_it_alive(functions: str, row: st
     scores, failed = scored(f"{functions}:alarms", [row, "1"], deadline_s=2.0)
     assert failed.tolist() == [True, False]
     assert scores.tolist() == [0.0, 1.0]
+
+
+def test_sigterm_to_all_of_a_job_ends_what_it_started_and_not_itself(functions: str) -> None:
+    scores, failed = scored(f"{functions}:terminated", ["1"], deadline_s=20.0)
+    assert (scores.tolist(), failed.tolist()) == ([1.0], [False])
 
 
 def test_it_ends_with_its_controller_whatever_signals_it_ignores(functions: str) -> None:
