@@ -123,6 +123,7 @@ def test_a_step_with_a_number_that_is_none_changes_no_bit_of_the_weights(
     assert f"step 3: {' and '.join(sorted(hit, reverse=True))} had" in caplog.text
 
 
+@pytest.mark.slow
 def test_updates_refused_again_and_again_end_the_run_with_the_last_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

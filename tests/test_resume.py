@@ -152,6 +152,7 @@ def test_a_kill_between_record_and_checkpoint_loses_neither(
     assert untimed(out) == untimed(tuned)
 
 
+@pytest.mark.slow
 def test_a_vocabulary_that_was_padded_for_one_placement_goes_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_lines_of_table2_have_a_cell_a_column() -> None:
     assert len(transition.header().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_seconds_print_every_mode(tmp_path: Path) -> None:
     text = transition.seconds(TINY["pipe 2 to 1, tensor 4 to 2"], 8, 1, tmp_path, rounds=2)
     rows = [line.split() for line in text.splitlines()[3:]]

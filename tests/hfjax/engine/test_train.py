@@ -120,9 +120,9 @@ def given_loss(outputs, batch, denominators, mode):
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("token-mean", 1.75),  # (4 + 3 * 1) / 4
+        pytest.param("token-mean", 1.75, marks=pytest.mark.slow),  # (4 + 3 * 1) / 4
         ("seq-mean-token-mean", 2.5),  # (4 + 1) / 2
-        ("seq-mean-token-sum", 3.5),  # (4 + 3) / 2
+        pytest.param("seq-mean-token-sum", 3.5, marks=pytest.mark.slow),  # (4 + 3) / 2
     ],
 )
 def test_a_long_row_weighs_the_same_in_every_cut(mode, expected):
