@@ -18,7 +18,7 @@ PATIENCE_S = 10.0  # for killed processes to be gone
 def start(session: str) -> "subprocess.Popen[bytes]":
     """Waits from now on; closing its stdin, as the end of this process does, begins the end.
 
-    `session` is the directory that every process of the Ray session has its log open in.
+    `session` is the directory that every process of the Ray session writes its log to.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, session, str(os.getpid())],
@@ -35,19 +35,20 @@ def finish(reaper: "subprocess.Popen[bytes]") -> None:
 
 
 def holding(session: str) -> set[int]:
-    """Processes that have a file open below a directory; those of other users cannot be seen."""
+    """Processes that write to files below a directory; those of other users cannot be seen."""
     found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            if any(_leads(f"/proc/{pid}/fd/{fd}", session) for fd in os.listdir(f"/proc/{pid}/fd")):
+            files = f"/proc/{pid}/fd"
+            if any(_written(f"{files}/{file}", session) for file in os.listdir(files)):
                 found.add(int(pid))
     return found
 
 
-def _leads(link: str, folder: str) -> bool:
-    """Whether a link, which may be gone by now, leads below a directory."""
+def _written(link: str, folder: str) -> bool:
+    """Whether a file below a directory is open to be written; the link may be gone by now."""
     with suppress(OSError):
-        return os.readlink(link).startswith(folder + os.sep)
+        return os.readlink(link).startswith(folder + os.sep) and os.lstat(link).st_mode & 0o200 > 0
     return False
 
 

@@ -22,6 +22,7 @@ def holder(folder: Path) -> "subprocess.Popen[bytes]":
 
 def test_a_killed_driver_takes_its_session_along_and_no_other(tmp_path: Path) -> None:
     mine, other = holder(tmp_path / "session_1"), holder(tmp_path / "session_11")
+    reads = subprocess.Popen(["tail", "-f", str(tmp_path / "session_1" / "log")])
     code = [sys.executable, "-c", f"{DRIVER}; sys.stdout.flush(); time.sleep(600)"]
     driver = subprocess.Popen([*code, str(tmp_path / "session_1")], stdout=subprocess.PIPE)
     assert driver.stdout is not None
@@ -30,8 +31,10 @@ def test_a_killed_driver_takes_its_session_along_and_no_other(tmp_path: Path) ->
     driver.kill()
     driver.wait()
     assert mine.wait(20) == -9
-    assert other.poll() is None
+    assert (other.poll(), reads.poll()) == (None, None)
     other.communicate(b"\n")
+    reads.kill()
+    reads.wait()
 
 
 def test_a_driver_that_goes_on_is_spared_though_it_holds_a_log(tmp_path: Path) -> None:
