@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 GRACE_S = 10.0  # for the cause to show up after a collective that failed on a peer
-FIRST_S = 2.0  # for the death of rank 0 to show up: the others cannot live without it
+FIRST_S = 2.0  # for the death of rank 0 to show up, without which none lives, and for older calls
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,26 @@ class Failure:
     error: Exception
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Causes before consequences: exceptions, deaths, collectives that lost a peer.
 
-        The death of rank 0, where a pool's processes meet, ends the others.
+        The death of rank 0, where a pool's processes meet, ends the others; a death ends the oldest
+        of its process's calls first.
         """
         if isinstance(self.error, ProcessDied):
-            first = self.rank == 0 and self.call.pool.processes > 1
-            return 1, -1 if first else self.call.number, self.rank
+            return 1, min(self.rank, 1), self.call.number, self.rank
         collective = isinstance(self.error, RoleError) and self.error.collective
-        return (2 if collective else 0), self.call.number, self.rank
+        return (2 if collective else 0), 0, self.call.number, self.rank
 
     @property
     def patience_s(self) -> float:
         """How long its cause may take to show up."""
-        kind, _, rank = self.order
-        return {0: 0.0, 1: FIRST_S if rank else 0.0, 2: GRACE_S}[kind]
+        return (0.0, FIRST_S, GRACE_S)[self.order[0]]
+
+    def may_follow(self, call: PendingCall, rank: int) -> bool:
+        """Whether what is still to be heard of a call may be the cause; rank 0's death has none."""
+        mine = call.pool is self.call.pool and rank == self.rank
+        return self.order[:2] != (1, 0) or (mine and call.number < self.call.number)
 
 
 class Calls:
@@ -244,8 +248,13 @@ class Calls:
         """Waits a little for the cause where all that is seen is a consequence, then stops."""
         begun = time.monotonic()
         while time.monotonic() - begun < min(failure.patience_s for failure in failures):
+            first = min(failures, key=lambda failure: failure.order)
             seen = {(f.call.number, f.rank) for f in failures}
-            open_reports = [r for r in self._reports() if (r[0].number, r[1]) not in seen]
+            open_reports = [
+                (call, rank)
+                for call, rank in self._reports()
+                if (call.number, rank) not in seen and first.may_follow(call, rank)
+            ]
             if not open_reports:
                 break
             ready = self.runtime.ready([call.infos[rank] for call, rank in open_reports], POLL_S)

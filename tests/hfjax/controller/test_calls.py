@@ -116,6 +116,20 @@ def test_the_death_of_rank_0_explains_those_that_are_seen_before_it(script: Scri
     assert script.now_s <= 5
 
 
+def test_a_death_is_that_of_its_process_s_oldest_call_whichever_is_seen_first(
+    script: Script,
+) -> None:
+    """The other pool's calls are not waited for."""
+    calls, died, pool = Calls(script, 100.0, lambda: None), ProcessDied("killed"), TwoRanks()
+    submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=TwoRanks("other"))
+    for step, after in enumerate([3, 2, 1]):
+        refs = Ref(died, after), Ref(info(1), NEVER)
+        calls.submit("role", "method", step, pool, frozenset(), refs)
+    with pytest.raises(RoleError, match=r"method at step 0 \(rank 0 of pool 'pool'.*process died"):
+        calls.drain()
+    assert script.now_s <= 4
+
+
 def test_what_all_pools_need_and_lost_is_named_with_the_call_that_waits(script: Script) -> None:
     ended: list[str] = []
     calls = Calls(script, 100.0, lambda: ended.append("pools"))
