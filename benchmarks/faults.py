@@ -268,7 +268,7 @@ FAULTS = {
         act=kill_driver_after_save,
         status=-signal.SIGKILL,
         repair=flip_byte,
-        says_resumed=r"checkpoint of step 4 in \S+ is damaged .* and ignored; resuming from step 2",
+        says_resumed=r"checkpoint of step 4 in \S+ is damaged .* ignored; that of step 2 is used",
     ),
     "reward raises": Fault(
         told=("raise", "reward", 3), says=rf"{REWARD} raised:[\s\S]*ZeroDivisionError: told to fail"

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from typing import Any
 
+from hfjax.console import let_go, say
 from hfjax.files import printable
 
 COMMANDS = {
@@ -59,26 +60,28 @@ def main(arguments: list[str] | None = None) -> int:
         (commands | {"calibrate": calibrate})[command](rest)
     except ValueError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
-            raise
-        print(printable(f"hfjax {' '.join(arguments[:2])}: {error}"), file=sys.stderr)
+            say(traceback.format_exc())
+        say(printable(f"hfjax {' '.join(arguments[:2])}: {error}"))
         return 2
     except RoleError as error:
         if os.environ.get("HFJAX_TRACEBACK"):
-            raise
+            say(traceback.format_exc())
         if not error.refusal and error.__cause__ and "Traceback" not in str(error):
             # of a role in this process: where it was; what it was is in the message
             cause = "".join(traceback.format_exception(error.__cause__)[:-1])
-            print(printable(cause), file=sys.stderr)
-        print(printable(f"hfjax {' '.join(arguments[:2])}: {error}"), file=sys.stderr)
+            say(printable(cause))
+        say(printable(f"hfjax {' '.join(arguments[:2])}: {error}"))
         return 2 if error.refusal else 1
     except SaveError as error:
-        print(f"hfjax {' '.join(arguments[:2])}: {error}", file=sys.stderr)
+        say(f"hfjax {' '.join(arguments[:2])}: {error}")
         return 1
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
         told = "interrupted" if number == signal.SIGINT else "terminated"
-        print(f"hfjax {command}: {told}", file=sys.stderr)
+        say(f"hfjax {command}: {told}")
         return 128 + number
+    finally:
+        let_go()
     return 0
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from hfjax.console import make_console
 from hfjax.events import Events
 from hfjax.files import host_memory, printable
 
@@ -300,7 +301,10 @@ def cut_to_step(path: str | Path, step: float) -> int:
         return -1
     kept, last_step = records_until(path, step)
     new = path.with_name(path.name + ".cut")
-    new.write_bytes(b"".join(kept))
+    with new.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, path)
     return last_step
 
@@ -335,11 +339,6 @@ def _json_line(record: Mapping[str, Any]) -> str:
     names = sorted(record, key=lambda name: (name != STEP, name))
     plain = {name: _plain(record[name]) for name in names}
     return json.dumps(plain, allow_nan=False, default=str) + "\n"
-
-
-def make_console() -> Console:
-    """A console that shows brackets and colons as they are: paths and data may hold them."""
-    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def console_block(metrics: Mapping[str, float], step: int, steps: int | None = None) -> Text:
@@ -399,8 +398,10 @@ class MetricLog:
         if self._events:
             name = f"tensorboard/{self._events.name}"
             self._add(name, self._events.scalars(step, metrics))
-        self.console.print(console_block(metrics, step, self.steps))
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            self.console.print(console_block(metrics, step, self.steps))
 
     def samples(self, step: int, columns: Mapping[str, Any]) -> None:
         """Append some of a step's prompts, responses and scores to samples.jsonl, an object a row.

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
 import os
 import resource
 import signal
@@ -24,6 +23,7 @@ import numpy as np
 
 RewardFunction = Callable[..., Any]  # (prompts, responses, ground_truths) -> a score a response
 Texts = tuple[list[Any], ...]  # the function's arguments
+LARGEST = float(np.finfo(np.float32).max)  # score
 LAST_RESORT_S = 5.0  # a worker whose controller vanished ends itself this long after its deadline
 MOST_REASON = 8_000  # characters of a failure's account: its end, where the error stands
 PR_SET_PDEATHSIG = 1
@@ -141,7 +141,7 @@ def _is_score(value: Any) -> bool:
     if value is None or isinstance(value, str | bytes | list | tuple | dict) or np.ndim(value):
         return False
     try:
-        return math.isfinite(value)
+        return bool(abs(value) <= LARGEST)
     except (TypeError, ValueError, OverflowError):
         return False
 

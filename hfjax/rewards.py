@@ -212,7 +212,7 @@ def _relay(printed: IO[bytes], spec: str, last: bytearray) -> None:
             if shown < SHOWN_BYTES <= shown + len(part):
                 text += f"\n{spec} printed more than {SHOWN_BYTES} bytes; the rest is not shown\n"
             shown += len(part)
-            if text:
+            with contextlib.suppress(OSError):  # nobody reads it any more
                 sys.stderr.write(printable(text))
 
 

@@ -19,6 +19,7 @@ from rich.progress import Progress
 from hfjax.algorithm import algorithm_name, config_class, load_algorithm
 from hfjax.batch import Batch, Metrics
 from hfjax.config import flat, from_dict, read_toml
+from hfjax.console import make_console
 from hfjax.controller.calls import CallRecord
 from hfjax.controller.handle import start
 from hfjax.files import fingerprint
@@ -33,7 +34,6 @@ from hfjax.metrics import (
     MetricLog,
     batch_metrics,
     finalize,
-    make_console,
     merge,
     sample_rows,
     taken_seconds,
@@ -216,8 +216,10 @@ class Run:
         stop = Stop()
         with handled(stop.on_signal), Progress(console=self.console) as progress:
             bar = progress.add_task("steps", total=self.plan.steps, completed=self.done)
-            if self.log.last_step < 0 and self.plan.held_out:
-                self.log.write(0, self.evaluate(0))
+            if not self.done and self.log.last_step < 0 and self.plan.held_out:
+                record = self.evaluate(0)
+                with recording(self.config.on_save_error):
+                    self.log.write(0, record)
             while self.done < self.plan.steps and not stop:
                 step = self.done + (2 if self.ahead else 1)
                 self.issue(step)
@@ -378,7 +380,10 @@ class Run:
         models, group = self.models, self.models.group
         models.step, models.group = step, 1
         batches = self.plan.held_out.batches(self.plan.eval_items)
-        parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
+        try:
+            parts = [self._evaluated(Batch(columns), count) for columns, count in batches]
+        except ValueError as error:
+            raise RuntimeError(f"evaluation failed after step {step}: {error}") from error
         models.group = group
         self._drained(step, taken_spans())
         means = finalize(reduce(merge, parts))

@@ -9,7 +9,7 @@ import os
 import shutil
 import socket
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -62,7 +62,7 @@ def find_run(
     if used and not config.resume:
         raise ValueError(f"out={out} holds a run; add --resume or choose another directory")
     there = {path.name for path in out.iterdir()} if out.is_dir() else set[str]()
-    if not used and there - OWN:
+    if not used and "run.json" not in there and there - OWN:
         raise ValueError(f"out={out} holds files of something else; choose another directory")
     if config.resume and not there:
         raise ValueError(f"out={out} holds no run to resume; leave --resume out")
@@ -218,8 +218,7 @@ def export_run(run: str | Path, directory: str | Path, *, best: bool = False) ->
     config = from_dict(config_class(algorithm), read_toml(file), where=str(file))
     directory = _new_directory(Path(directory))
     store = CheckpointStore(run / "checkpoints", config.keep_last, config.keep_best)
-    # The contents of the role are verified when it is read.
-    step = store.best() if best else store.latest(contents=False)
+    step = store.best() if best else store.latest(contents=False)  # which names those left out
     if step is None:
         of = f" with a value of keep_best={config.keep_best!r}" if best else ""
         raise ValueError(f"RUN={run} has no whole checkpoint{of} to export")
@@ -229,12 +228,25 @@ def export_run(run: str | Path, directory: str | Path, *, best: bool = False) ->
     shapes, _ = abstract_params(load_config(model), head)
     here = SingleDeviceSharding(jax.devices("cpu")[0])  # host memory, whatever holds the run
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), shapes)
-    saved = restore_role(store.path(step) / role, {"params": wanted}, whole=False)
+    older = [] if best else [other for other in store.steps() if other < step]
+    step, saved = _restored(store, [step, *reversed(older)], role, {"params": wanted})
     with _whole(directory) as new:
         save_hf(saved["params"], load_config(model), head, model, new)
         if model.endswith(".gguf"):
             load_tokenizer(model).save(new)
     print(f"wrote the {role} of step {step} to {directory}")
+
+
+def _restored(
+    store: CheckpointStore, steps: Sequence[int], role: str, wanted: Any
+) -> tuple[int, Any]:
+    """The first of the steps whose arrays of the role are as they were written, and those."""
+    for step in steps[:-1]:
+        try:
+            return step, restore_role(store.path(step) / role, wanted, whole=False)
+        except ValueError as error:
+            log.warning("%s; the one before it is used", error)
+    return steps[-1], restore_role(store.path(steps[-1]) / role, wanted, whole=False)
 
 
 def _new_directory(directory: Path) -> Path:

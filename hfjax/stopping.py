@@ -62,11 +62,12 @@ def at_once(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Both signals go to `handler`, in the main thread; elsewhere nothing changes."""
+    """Both signals go to `handler`, in the main thread; one that is ignored stays so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield
     finally:

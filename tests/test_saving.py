@@ -378,7 +378,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     (text,) = caplog.messages
     assert "checkpoint of step 4" in text
     assert told[damage] in text
-    assert text.endswith("ignored; resuming from step 2")
+    assert text.endswith("ignored; that of step 2 is used")
 
 
 def test_a_checkpoint_that_is_not_all_here_is_not_committed(tmp_path: Path) -> None:

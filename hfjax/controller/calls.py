@@ -257,7 +257,10 @@ class Calls:
             ]
             if not open_reports:
                 break
-            ready = self.runtime.ready([call.infos[rank] for call, rank in open_reports], POLL_S)
+            try:
+                ready = self.runtime.ready([c.infos[rank] for c, rank in open_reports], POLL_S)
+            except ProcessDied as error:  # what all pools need
+                self._stop(RoleError(f"{self._oldest()}{error}"))
             failures += self._settle([r for r, d in zip(open_reports, ready, strict=True) if d])
         first = min(failures, key=lambda failure: failure.order)
         error = first.error

@@ -5,6 +5,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 
 FRAMES = 3  # innermost frames of the main thread that are worth reading
 
@@ -17,7 +18,7 @@ def listen(host: str) -> int:
     def serve() -> None:
         while True:
             connection, _ = server.accept()
-            with connection:
+            with connection, suppress(OSError):  # who asked may have gone
                 frame = sys._current_frames().get(watched)
                 text = "".join(traceback.format_stack(frame)[-FRAMES:]) if frame else "ended"
                 connection.sendall(text.encode())

@@ -21,7 +21,7 @@ def start(session: str) -> "subprocess.Popen[bytes]":
     `session` is the directory that every process of the Ray session writes its log to.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, session, str(os.getpid())],
+        [sys.executable, "-I", "-S", __file__, os.path.realpath(session), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

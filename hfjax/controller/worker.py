@@ -290,7 +290,7 @@ class Worker:
         except Exception as error:
             where = describe(role, method, step, self.pool, self.rank, self.host)
             text = f"{where}: {type(error).__name__}: {error}"
-            refusal = isinstance(error, ValueError)
+            refusal = method == BUILD and isinstance(error, ValueError)
             if not self.local and (not refusal or os.environ.get("HFJAX_TRACEBACK")):
                 text += f"\n\n{traceback.format_exc()}"
             foreign = type(error).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -93,16 +93,21 @@ class CheckpointStore:
         tmp.rename(final)
         sync(self.root)
         try:
-            self._tidy()
+            self._tidy(step)
         except (OSError, ValueError) as error:  # it stays whole all the same
             log.warning("an old checkpoint in %s could not be deleted: %s", self.root, error)
         return final
 
-    def _tidy(self) -> None:
-        """Deletes what is neither best nor of the last `keep_last`, and what was left begun."""
-        steps = self.steps()
-        for old in {*steps[: -self.keep_last]} - {self.best()}:
-            self._hide(self.path(old))
+    def _tidy(self, newest: int) -> None:
+        """Deletes what is neither best nor of the last `keep_last`, and what was left begun.
+
+        Also what is newer: a resume went on from an older one, as those are damaged.
+        """
+        steps = [step for step in self.steps() if step <= newest]
+        kept = {*steps[-self.keep_last :], self.best(steps)}
+        for step, whole in self._found():
+            if whole and step not in kept and (step > newest or step in steps):
+                self._hide(self.path(step))
         for left in self.root.glob(f"step_*{TMP}"):
             shutil.rmtree(left)
 
@@ -110,10 +115,10 @@ class CheckpointStore:
         """Steps with a whole checkpoint, ascending; contents of arrays are not looked at."""
         return [step for step, done in self._found() if done and not self.problem(step)]
 
-    def best(self) -> int | None:
+    def best(self, among: Collection[int] | None = None) -> int | None:
         """The first step with the best value of the metric to keep; None where none has one."""
         values = {}
-        for step in self.steps() if self.metric else ():
+        for step in (self.steps() if among is None else among) if self.metric else ():
             value = self.load_meta(step).get("metrics", {}).get(self.metric)
             if isinstance(value, int | float) and math.isfinite(value):
                 values[step] = self.sign * value
@@ -146,8 +151,8 @@ class CheckpointStore:
             )
         for step, problem in reversed(left_out):
             log.warning(
-                "checkpoint of step %d in %s is %s and ignored; resuming from %s",
-                *(step, self.root, problem, "the start" if newest is None else f"step {newest}"),
+                "checkpoint of step %d in %s is %s and ignored; %s is used",
+                *(step, self.root, problem, "none" if newest is None else f"that of step {newest}"),
             )
         return newest
 

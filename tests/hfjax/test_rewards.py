@@ -22,7 +22,7 @@ CALLS = []
 RETURNS = {
     "one": [1.0], "seven": [1.0] * 7, "number": 1.0, "text": "123456", "none": None,
     "a None": [1, 1, 1, None, 1, 1], "a NaN": [1, float("nan")] * 3, "a string": [1, "1"] * 3,
-    "an array": [[1.0], 1] * 3, "infinity": [float("inf")] * 6,
+    "an array": [[1.0], 1] * 3, "infinity": [float("inf")] * 6, "no float32": [1e39] * 6,
 }
 def returns(prompts, responses, truths):
     return RETURNS[truths[0]] if len(prompts) > 1 else [RETURNS[truths[0]][int(prompts[0])]]
@@ -118,6 +118,7 @@ def test_scores_are_float32_and_nothing_failed():
         ("a string", "row 1 returned '1'"),
         ("an array", r"row 0 returned \[1.0\]"),
         ("infinity", "row 0 returned inf"),
+        ("no float32", r"row 0 returned 1e\+39"),
     ],
 )
 def test_what_is_not_one_number_a_response_is_an_error(functions, truth, message):

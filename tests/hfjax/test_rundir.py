@@ -2,6 +2,7 @@
 """A run's directory: exports are whole or not there, what a checkpoint lacks is named."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 
 import hfjax.rundir
-from hfjax.config import to_toml
+from algorithms import sft
+from hfjax.config import RunConfig, to_toml
 from hfjax.data import Source
 from hfjax.engine.store import CheckpointStore
 from hfjax.models.hf import load_config, load_params
-from hfjax.rundir import check_state, export_run
+from hfjax.run import train
+from hfjax.rundir import check_state, export_run, find_run
 from tests.test_run import tuning
 
 
@@ -66,3 +69,28 @@ def test_a_checkpoint_that_does_not_say_where_the_data_goes_on_is_refused(
     plan: Any = SimpleNamespace(source=source, texts=None, trained=())
     with pytest.raises(ValueError, match=r"step_.*meta.json does not say where 'data' goes on"):
         check_state(plan, store, 3)
+
+
+def test_a_run_that_ended_before_its_first_record_is_resumed(tmp_path: Path) -> None:
+    """Its samples were written, the disk was full then."""
+    out = tmp_path / "run"
+    out.mkdir()
+    for name in ("run.json", "samples.jsonl", "trace.json.new"):
+        (out / name).write_text("")
+    config = RunConfig(out=str(out))
+    assert find_run(out, config, {})[0] == 0
+    (out / "run.json").unlink()
+    with pytest.raises(ValueError, match="files of something else"):
+        find_run(out, config, {})
+
+
+def test_what_is_exported_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged newest checkpoint is named, and the one before it exported."""
+    config = tuning(tmp_path, steps=2, save_every=1)
+    out = train(sft, config)
+    newest = out / "checkpoints" / "step_00000002"
+    file = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    export_run(out, tmp_path / "exported")
+    assert re.search("step_00000002.* is damaged.*the one before it is used", caplog.text)
+    assert load_config(tmp_path / "exported") == load_config(tmp_path / "model")

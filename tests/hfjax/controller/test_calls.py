@@ -144,6 +144,25 @@ def test_what_all_pools_need_and_lost_is_named_with_the_call_that_waits(script: 
     assert ended == ["pools"]
 
 
+def test_what_all_pools_need_and_lost_while_a_cause_is_waited_for_is_named(script: Script) -> None:
+    ended: list[str] = []
+    calls = Calls(script, 100.0, lambda: ended.append("pools"))
+    pool, looks = TwoRanks(), [0]
+    submit(calls, Ref(info(0), NEVER), Ref(ProcessDied("killed"), 1), pool=pool)
+    ready = script.ready
+
+    def gone(refs: Sequence[Ref], timeout_s: float) -> list[bool]:
+        looks[0] += 1
+        if looks[0] > 2:
+            raise ProcessDied("Ray's raylet is gone")
+        return ready(refs, timeout_s)
+
+    script.ready = gone  # type: ignore[method-assign]
+    with pytest.raises(RoleError, match=r"role 'role', method at step 3: Ray's raylet is gone"):
+        calls.drain()
+    assert ended == ["pools"]
+
+
 def test_a_column_that_is_lost_after_its_call_ended_is_no_bare_error(script: Script) -> None:
     calls = Calls(script, 100.0, lambda: None)
     with pytest.raises(RoleError, match="a column is lost: its node died"):

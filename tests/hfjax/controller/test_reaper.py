@@ -40,5 +40,6 @@ def test_a_killed_driver_takes_its_session_along_and_no_other(tmp_path: Path) ->
 def test_a_driver_that_goes_on_is_spared_though_it_holds_a_log(tmp_path: Path) -> None:
     mine = holder(tmp_path / "session")
     with (tmp_path / "session" / "driver.log").open("w"):
-        reaper.finish(reaper.start(str(tmp_path / "session")))
+        (tmp_path / "link").symlink_to(tmp_path)
+        reaper.finish(reaper.start(str(tmp_path / "link" / "session")))
     assert mine.wait(20) == -9

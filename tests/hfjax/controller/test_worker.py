@@ -10,6 +10,7 @@ import pytest
 
 from hfjax.controller import probe
 from hfjax.controller import worker as worker_module
+from hfjax.controller.protocol import Shard
 from hfjax.controller.ray_pool import COORDINATOR_PORTS, reserve_port
 from hfjax.controller.worker import (
     COLLECTIVE_FLAGS,
@@ -90,6 +91,21 @@ def test_the_users_mistake_reads_the_same_in_every_process(local: bool) -> None:
     assert [error.refusal for error in found] == [True, False]
     assert str(found[0]).endswith("ValueError: lr=-1: must be 0 or more")
     assert ("Traceback" in str(found[1])) is not local
+
+
+def test_a_value_that_a_method_cannot_take_is_no_mistake_of_the_users() -> None:
+    """NumPy and JAX raise it for shapes: the run failed, and may be started again."""
+
+    class Role:
+        def method(self, shard: Shard) -> None:
+            raise ValueError("operands could not be broadcast together")
+
+    worker = Worker("all")
+    worker.build("actor", lambda context: Role(), None)
+    call = Call(role="actor", method="method", columns={}, rows=[], n_rows=0, step=7)
+    with pytest.raises(RoleError, match=r"method at step 7 .*broadcast") as caught:
+        worker.call(call)
+    assert not caught.value.refusal
 
 
 def test_nobody_answers_a_probe_of_a_port_that_is_only_reserved() -> None:

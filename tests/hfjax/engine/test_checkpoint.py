@@ -256,6 +256,23 @@ def test_a_checkpoint_shows_when_it_is_whole(tmp_path: Path) -> None:
     assert (store.latest(), store.load_meta(6)) == (6, meta)
 
 
+def test_after_a_resume_from_an_older_one_the_damaged_are_deleted_and_no_other(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3, keep_best="score")
+    for step, score in ((10, 0.5), (20, 0.9)):
+        _commit(store, step, metrics={"score": score})
+    file = max(store.path(20).rglob("d/*"), key=lambda path: path.stat().st_size)
+    held = bytearray(file.read_bytes())
+    held[-1] ^= 1
+    file.write_bytes(bytes(held))
+    assert store.latest() == 10
+    again = CheckpointStore(tmp_path, keep_last=1, keep_best="score")
+    _commit(again, 12, metrics={"score": 0.4})
+    assert again.steps() == [10, 12]
+    assert (again.latest(), again.best()) == (12, 10)
+
+
 def test_killed_while_saving_leaves_the_old_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +283,7 @@ def test_killed_while_saving_leaves_the_old_one(
     again = CheckpointStore(tmp_path, keep_last=1)
     assert again.latest() == 2
     assert "checkpoint of step 4" in caplog.text
-    assert "incomplete and ignored; resuming from step 2" in caplog.text
+    assert "incomplete and ignored; that of step 2 is used" in caplog.text
     assert list(again.begin(4).iterdir()) == []  # step 4 can be saved again
     again.commit(4, {"step": 4}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000004"]
