@@ -251,8 +251,9 @@ class Victim:
         return max((record[STEP] for record in self.records()), default=0)
 
     def begun(self) -> bool:
-        """Whether there is something to resume."""
-        return bool(self.saved() or self.records())
+        """Whether it is to be resumed, be it from its start."""
+        files = self.out / "metrics.jsonl", *(self.out / "checkpoints").glob("step_*")
+        return any(file.exists() for file in files)
 
     def saved(self) -> int:
         """The step of the newest whole checkpoint, 0 without one."""
