@@ -147,10 +147,9 @@ def kill_gcs(victim: Victim) -> None:
 
 def fill_disk(victim: Victim) -> None:
     begins(victim)
-    with (victim.out / "filler").open("wb") as file, suppress(OSError):
-        while True:
-            file.write(b"0" * 4096)
-            file.flush()
+    with (victim.out / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"0" * 4096):
+            pass
     os.truncate(victim.out / "filler", (victim.out / "filler").stat().st_size - (1 << 20))
     go_on(victim)
 
