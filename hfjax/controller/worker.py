@@ -122,8 +122,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Environment of a process with `devices` devices; only 'cpu' simulates them.
 
-    Its collectives wait longer than `deadline_s`, in which the controller ends a late call. The
-    threads that compute share two heaps: of one each glibc would keep what was freed.
+    Its collectives wait longer than `deadline_s`, in which the controller ends a late call.
     """
     if platform != "cpu":
         return {"JAX_PLATFORMS": PLATFORMS[platform]}
@@ -135,7 +134,6 @@ def worker_environment(
         "JAX_PLATFORMS": PLATFORMS[platform],
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": " ".join([*flags, *limits, f"{COUNT_FLAG}={devices}"]),
-        "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
     }
 
 
