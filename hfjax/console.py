@@ -15,16 +15,23 @@ class Outlet:
     def write(self, text: str) -> int:
         """As a file's."""
         with suppress(OSError):
-            sys.stdout.write(text)
+            self._now.write(text)
         return len(text)
 
     def flush(self) -> None:
         """As a file's."""
         with suppress(OSError):
-            sys.stdout.flush()
+            self._now.flush()
+
+    @property
+    def _now(self) -> Any:
+        """Not rich's stand-in, which prints through a console."""
+        return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        if name == "rich_proxied_file":
+            raise AttributeError(name)
+        return getattr(self._now, name)
 
 
 def make_console() -> Console:
@@ -44,6 +51,6 @@ def let_go() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:
-            with suppress(OSError, ValueError):  # no file of the system
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):  # it is closed, or no file of the system
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -62,12 +62,11 @@ def at_once(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Both signals go to `handler`, in the main thread; one that is ignored stays so."""
+    """Both signals go to `handler`, in the main thread; elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heeded}
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:

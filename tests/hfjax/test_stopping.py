@@ -35,15 +35,3 @@ def test_the_other_signal_ends_the_run_at_once() -> None:
     with pytest.raises(Stopped) as stopped:
         stop.on_signal(signal.SIGINT, None)
     assert stopped.value.number == signal.SIGINT
-
-
-def test_a_signal_that_is_ignored_stays_so() -> None:
-    """A shell starts `hfjax train ... &` so: Ctrl-C is for another command."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with stopping.handled(stopping.at_once):
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) is stopping.at_once
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
