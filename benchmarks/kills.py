@@ -16,7 +16,6 @@ from benchmarks.victims import Victim, differences
 
 PLACED = {"local": 2, "two": 1, "processes": 1}  # placement -> its share of the kills
 WHOM = ("driver", "worker", "save")  # in a save it is one of the other two
-SPAN_S = 8.0  # after its first step, within which a run is killed
 LATER_S = 0.5  # of a save
 
 
@@ -33,10 +32,9 @@ class Killer:
         self.whole = Victim(folder / "whole", placed, self.over)
         start_s = time.monotonic()
         self.whole.start()
-        self.whole.until(self.whole.last_step, "step 1")
-        self.first_s = time.monotonic() - start_s
         if status := self.whole.end():
             raise RuntimeError(f"the undisturbed run ended with {status}: {self.whole.said()}")
+        self.whole_s = time.monotonic() - start_s
 
     @property
     def total(self) -> int:
@@ -76,7 +74,7 @@ class Killer:
     def kill(self, victim: Victim) -> str:
         """Ends one process of a run at some moment; what, and empty where the run ended before."""
         whom = self.chance.choice(WHOM)
-        after_s = self.chance.uniform(0.0, self.first_s + SPAN_S)
+        after_s = self.chance.uniform(0.0, self.whole_s)
         pick, later_s = self.chance.random(), self.chance.uniform(0.0, LATER_S)
         ends_s, saving = time.monotonic() + after_s, False
         while not saving if whom == "save" else time.monotonic() < ends_s:
