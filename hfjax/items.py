@@ -98,7 +98,9 @@ def load_items(
     def parsed(row: Row) -> Any:
         item = kind.parse(row, tokenizer, config)
         if not item.ids:
-            raise ValueError("it has no tokens: nothing is left of its text")
+            chat = isinstance(row.get(config.prompt_key), list)
+            by = ", which chat_template.jinja or tokenizer_config.json renders" if chat else ""
+            raise ValueError(f"it has no tokens: nothing is left of its text{by}")
         return item
 
     items = table.convert(parsed, config.bad_rows)

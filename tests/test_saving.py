@@ -343,7 +343,11 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
     run = json.loads((tmp_path / "run" / "run.json").read_text()) | {"algorithm": "sft"}
     (tmp_path / "run" / "run.json").write_text(json.dumps(run))
     train(sft, dataclasses.replace(config, resume=True))
-    assert [t for t in caplog.messages if "step 4" in t and "incomplete and ignored; resu" in t]
+    assert [
+        t
+        for t in caplog.messages
+        if "step 4" in t and "incomplete and ignored; that of step 2" in t
+    ]
     assert store(config).steps() == [6]
     assert [record[STEP] for record in records(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
