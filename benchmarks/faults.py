@@ -190,6 +190,12 @@ def lose_node(victim: Victim) -> None:
 
 LAST = -1  # the last rank of the actor's pool
 ACTOR = rf"role 'actor', update_actor at step {STEP} \(rank \d of pool '\w+' on host \S+\)"
+# The answer before may be lost with the process, as that of update_critic.
+DIED = (
+    rf"{ACTOR}: the process died|"
+    rf"role 'critic', update_critic at step {STEP} .*: the process died "
+    r"\(or in role 'actor', update_actor, which followed\)"
+)
 REWARD = r"role 'reward', compute_reward at step 5 .*reward .*:reward, row 3"
 RAYLET = r"Ray's raylet on this host .* is gone"
 # Ray may end the driver before it has noticed, and says why more than once.
@@ -197,12 +203,12 @@ RAY_ALONE = rf"\A(?![\s\S]*{RAYLET})[\s\S]*Raylet is terminated[\s\S]*"
 WAITS = ("wait", "reward", 0)  # the step is held up while something is done from outside
 SKIP = {"reward": {"on_error": "skip"}}
 FAULTS = {
-    "worker killed": Fault(told=("kill", "update", LAST), says=f"{ACTOR}: the process died"),
+    "worker killed": Fault(told=("kill", "update", LAST), says=DIED),
     "worker killed, restarted": Fault(
         told=("kill", "update", LAST),
         status=0,
         goes_on=True,
-        says=rf"restart 1 of 1 from step \d: {ACTOR}: the process died",
+        says=rf"restart 1 of 1 from step \d: ({DIED})",
         within_s=LONGEST_S,
         settings={"max_restarts": 1},
     ),
@@ -222,10 +228,10 @@ FAULTS = {
         told=("raise", "update", LAST), says=rf"{ACTOR}: ZeroDivisionError: told to fail"
     ),
     "worker out of memory": Fault(
-        told=("memory", "update", LAST), says=f"{ACTOR}: .*(MemoryError|the process died)"
+        told=("memory", "update", LAST), says=f"{ACTOR}: .*MemoryError|{DIED}"
     ),
-    "worker exits": Fault(told=("exit", "update", LAST), says=f"{ACTOR}: the process died"),
-    "worker leaves": Fault(told=("leave", "update", LAST), says=f"{ACTOR}: the process died"),
+    "worker exits": Fault(told=("exit", "update", LAST), says=DIED),
+    "worker leaves": Fault(told=("leave", "update", LAST), says=DIED),
     "critic killed": Fault(
         told=("kill", "critic", 0),
         says=rf"role 'critic', update_critic at step {STEP} .*: the process died",

@@ -265,9 +265,16 @@ class Calls:
         first = min(failures, key=lambda failure: failure.order)
         error = first.error
         if not isinstance(error, RoleError):
-            died = "the process died" if isinstance(error, ProcessDied) else "the call failed"
-            error = RoleError(f"{first.call.where(first.rank)}: {died}: {error}")
+            ended = self._death_of(first) if isinstance(error, ProcessDied) else "the call failed"
+            error = RoleError(f"{first.call.where(first.rank)}: {ended}: {error}")
         self._stop(error)
+
+    def _death_of(self, first: Failure) -> str:
+        """A process takes with it the answer it has just given: the next call may be the one."""
+        for call in self.open.values():
+            if call.pool is first.call.pool and call.number > first.call.number:
+                return f"the process died (or in role {call.role!r}, {call.method}, which followed)"
+        return "the process died"
 
     def _oldest(self) -> str:
         """What was waited for, where it has begun."""
