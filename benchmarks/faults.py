@@ -300,7 +300,7 @@ FAULTS = {
         resumes=False,
         within_s=LONGEST_S,
         settings={"steps": 20},
-        says="10 steps in a row had updates that were not finite",
+        says=r"10 steps in a row, up to \d+, had updates that were not finite",
     ),
     "Ray node lost": Fault(
         told=WAITS,
