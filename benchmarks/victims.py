@@ -20,6 +20,7 @@ import numpy as np
 import tomli_w
 
 from benchmarks.faulty_ppo import FAULT, ROWS
+from hfjax.controller.processes import children, end
 from hfjax.engine.store import CheckpointStore
 from hfjax.metrics import STEP
 from meshes.mesh import MeshShape
@@ -161,8 +162,11 @@ class Victim:
         self.cluster.wait_for_nodes()
 
     def lose_node(self) -> None:
-        """The newest node of the cluster, without a word."""
-        self.cluster.remove_node(self.cluster.list_all_nodes()[-1], allow_graceful=False)
+        """The newest node of the cluster with its workers, without a word."""
+        node = self.cluster.list_all_nodes()[-1]
+        there = children(node.all_processes["raylet"][0].process.pid)
+        self.cluster.remove_node(node, allow_graceful=False)
+        end(there, 0)
 
     def _console(self, kind: str) -> Path:
         return self.folder / f"console_{self.starts}.{kind}"
