@@ -85,7 +85,7 @@ def draw(
     noisy_BnV = z_BnV
     if not sampling.takes_likeliest:
         noisy_BnV = z_BnV + _gumbel(key_Bn, position, logits_BnV.shape[-1])
-    token_Bn = jnp.argmax(noisy_BnV, axis=-1).astype(jnp.int32)
+    token_Bn = _first_largest(noisy_BnV)
     logp_Bn = log_softmax_at(logits_BnV, token_Bn, sampling.scale, by_mask=True)
     if not sampling.truncates:
         return token_Bn, logp_Bn, None
@@ -130,11 +130,43 @@ def _likeliest(z_BnV: jax.Array, weight_BnV: jax.Array, target: float) -> jax.Ar
     return jnp.where(order_BnV >= cut_Bn1, z_BnV, K_MASK)
 
 
+def _first_largest(z_BnV: jax.Array) -> jax.Array:
+    """argmax, as two reductions of one array each: XLA's CPU runs those 5 times faster."""
+    V = z_BnV.shape[-1]
+    column_BnV = lax.broadcasted_iota(jnp.int32, z_BnV.shape, z_BnV.ndim - 1)
+    largest_BnV = z_BnV == jnp.max(z_BnV, axis=-1, keepdims=True)
+    # the last column where nothing equals the largest, which is NaN
+    return jnp.min(jnp.where(largest_BnV, column_BnV, V - 1), axis=-1)
+
+
 def _gumbel(key_Bn: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """gumbel(fold_in(key, position), (vocab,)) of each row, the bits of jax.random's."""
+    tiny = jnp.finfo(jnp.float32).tiny
+
     def of_row(key: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab,), jnp.float32)
+        bits_V = _threefry_bits(jax.random.key_data(jax.random.fold_in(key, position)), vocab)
+        one_V = (bits_V >> 9) | jnp.uint32(0x3F800000)  # 23 bits of mantissa: in [1, 2)
+        uniform_V = lax.bitcast_convert_type(one_V, jnp.float32) - 1.0
+        return -jnp.log(-jnp.log(jnp.maximum(uniform_V * (1.0 - tiny) + tiny, tiny)))
 
     return jax.vmap(jax.vmap(of_row))(key_Bn)
+
+
+def _threefry_bits(key_data: jax.Array, count: int) -> jax.Array:
+    """jax.random.bits of a threefry key, below 2**32 of them (Salmon et al. 2011, 20 rounds).
+
+    JAX's own keeps the rounds as a loop on CPU, which no fusion with what reads it crosses: half
+    as fast.
+    """
+    key = (*key_data, key_data[0] ^ key_data[1] ^ jnp.uint32(0x1BD11BDA))
+    low = lax.iota(jnp.uint32, count) + key[1]
+    high = jnp.zeros_like(low) + key[0]
+    for i in range(5):
+        for bits in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            high = high + low
+            low = ((low << bits) | (low >> (32 - bits))) ^ high
+        high, low = high + key[(i + 1) % 3], low + key[(i + 2) % 3] + jnp.uint32(i + 1)
+    return high ^ low
 
 
 def is_any_of(ids: jax.Array, wanted: tuple[int, ...]) -> jax.Array:

@@ -114,3 +114,21 @@ def test_wrong_settings_are_refused_by_name(settings):
     with pytest.raises(ValueError, match=f"{name}=.*must be") as refusal:
         Sampling(**{"max_new_tokens": 8, **settings})
     assert str(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 4096])
+@pytest.mark.parametrize("position", [0, 1000])
+def test_what_is_drawn_is_the_argmax_with_the_noise_of_jax_random_bit_for_bit(vocab, position):
+    logits_BnV = jnp.round(3 * jax.random.normal(jax.random.key(1), (3, 2, vocab)))  # with ties
+    key_Bn = jax.random.split(jax.random.key(2), (3, 2))
+    for sampling in (Sampling(max_new_tokens=8), Sampling(max_new_tokens=8, greedy=True)):
+        found_Bn, *_ = draw(logits_BnV, key_Bn, jnp.int32(position), sampling)
+        for row in np.ndindex(3, 2):
+            key = jax.random.fold_in(key_Bn[row], position)
+            noise_V = 0 if sampling.greedy else jax.random.gumbel(key, (vocab,), jnp.float32)
+            assert found_Bn[row] == jnp.argmax(logits_BnV[row] + noise_V)
+
+
+def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary():
+    tokens, *_ = draws([np.nan] * VOCAB)
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
