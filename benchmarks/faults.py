@@ -241,7 +241,12 @@ FAULTS = {
     ),
     "driver killed": Fault(told=WAITS, act=kill_driver, status=-signal.SIGKILL),
     "driver killed, on a cluster": Fault(
-        told=WAITS, act=kill_driver, status=-signal.SIGKILL, nodes=2, placements=("processes",)
+        told=WAITS,
+        act=kill_driver,
+        status=-signal.SIGKILL,
+        nodes=2,
+        placements=("processes",),
+        repair=go_on,  # the cluster's workers have the fault in their environment still
     ),
     "driver stopped, killed": Fault(told=WAITS, act=stop_and_kill_driver, status=-signal.SIGKILL),
     "driver killed in a save": Fault(
