@@ -234,11 +234,15 @@ class RayRuntime:
         processes.end([p for p, name in started.items() if name not in processes.DAEMONS], 0)
         within(CLOSE_TIMEOUT_S, ray.shutdown)
         processes.end(started.keys() & processes.children(os.getpid()).keys(), 0)
+        self._reap()
+        if ray.is_initialized():
+            within(CLOSE_TIMEOUT_S, ray.shutdown)
+
+    def _reap(self) -> None:
+        """Also where the session did not begin."""
         if self._reaper:
             within(CLOSE_TIMEOUT_S, partial(reaper.finish, self._reaper))
             self._reaper = None
-        if ray.is_initialized():
-            within(CLOSE_TIMEOUT_S, ray.shutdown)
 
     def _end_actors(self) -> None:
         """A session of the run's own ends with its reservations."""
@@ -261,8 +265,11 @@ class RayRuntime:
         address = os.environ.get("RAY_ADDRESS") or "local"
         package = os.path.dirname(ray.__file__)
         before = processes.children(os.getpid(), package)
+        if address == "local" and sys.platform == "linux":
+            self._reaper = reaper.start()
+            self._session.callback(self._reap)
         with own_sigterm():
-            session: Any = ray.init(
+            ray.init(
                 address=address,
                 num_cpus=cpus if address == "local" else None,
                 include_dashboard=False if address == "local" else None,
@@ -274,8 +281,6 @@ class RayRuntime:
         if address == "local":
             now = processes.children(os.getpid(), package)
             self._started = {pid: name for pid, name in now.items() if pid not in before}
-            if sys.platform == "linux":
-                self._reaper = reaper.start(session.address_info["session_dir"])
 
     def _reserve(self, pools: Sequence[spec.Pool]) -> None:
         import ray
