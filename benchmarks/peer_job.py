@@ -112,6 +112,7 @@ def train(kind: str, size: Size, options: argparse.Namespace, meter: Meter) -> L
         with redirect_stdout(sys.stderr):
             out = hfjax.train(kind, **table)
         records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    others = meter.mean_others()
     records = [r for r in records if "timing_s/step" in r][: options.warmup + options.steps]
     for record in records:
         seconds = {
@@ -119,7 +120,7 @@ def train(kind: str, size: Size, options: argparse.Namespace, meter: Meter) -> L
             for name, value in record.items()
             if name.startswith("timing_s/")
         }
-        meter.add(seconds.pop("step"), others=meter.mean_others(), **seconds)
+        meter.add(seconds.pop("step"), others=others, **seconds)
     return {"xla_compiles_per_step": [int(r["perf/compiles"]) for r in records]}
 
 

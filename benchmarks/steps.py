@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfjax.controller.processes import stat_of
+from hfjax.controller.worker import COMPILE_EVENT
+
 CLEAN = 0.15  # cores that others may use in a step that counts as undisturbed
 TICK = os.sysconf("SC_CLK_TCK")
 Line = dict[str, Any]
@@ -91,17 +94,11 @@ def others(busy: float, own: float, at_s: float) -> float:
 
 def family() -> list[int]:
     """This process and all below it; shared pages count in each."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int(
-                (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            )
-        except OSError:
-            continue
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    parents = {pid: stat_of(pid)[1] for pid in pids}
     found = [os.getpid()]
     for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
+        found += [child for child, parent in parents.items() if parent == str(pid)]
     return found
 
 
@@ -120,19 +117,12 @@ def busy_s() -> float:
 
 def own_s() -> float:
     """Those of this process and of all below it."""
-    used = 0
-    for pid in family():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        used += sum(int(x) for x in fields[11:15])
-    return used / TICK
+    return sum(int(x) for pid in family() for x in stat_of(pid)[11:15]) / TICK
 
 
 def age_s() -> float:
     """Seconds since this process began."""
-    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / TICK
+    began = int(stat_of(os.getpid())[19]) / TICK
     return float(Path("/proc/uptime").read_text().split()[0]) - began
 
 
@@ -156,7 +146,7 @@ class Compiles:
         import jax.monitoring
 
         def count(event: str, duration_secs: float, **more: Any) -> None:
-            if event.endswith("backend_compile_duration") and self.by_step:
+            if event == COMPILE_EVENT and self.by_step:
                 self.by_step[-1] += 1
 
         jax.monitoring.register_event_duration_secs_listener(count)

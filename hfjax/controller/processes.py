@@ -22,7 +22,7 @@ def alive(pid: int) -> bool:
         return True
     except OSError:
         return False
-    return _stat(pid)[0] != "Z"
+    return stat_of(pid)[0] != "Z"
 
 
 def space() -> str:
@@ -39,7 +39,7 @@ def children(parent: int, package: str = "") -> dict[int, str]:
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if _stat(int(entry.name))[1] == str(parent):
+            if stat_of(int(entry.name))[1] == str(parent):
                 command = (entry / "cmdline").read_bytes().decode(errors="replace")
                 if package in command:
                     found[int(entry.name)] = os.path.basename(command.partition("\0")[0])
@@ -94,11 +94,9 @@ def account(text: str) -> str:
     return "; ".join(kept)[:ACCOUNT]
 
 
-def _stat(pid: int) -> tuple[str, str]:
-    """State and parent of a process; empty where nothing says so."""
+def stat_of(pid: int) -> list[str]:
+    """State, parent and what else /proc/PID/stat has after the name; two empty texts without it."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return "", ""
-    state, parent, *_ = text.rpartition(")")[2].split()
-    return state, parent
+        return ["", ""]
