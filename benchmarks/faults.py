@@ -190,12 +190,15 @@ def lose_node(victim: Victim) -> None:
 
 LAST = -1  # the last rank of the actor's pool
 ACTOR = rf"role 'actor', update_actor at step {STEP} \(rank \d of pool '\w+' on host \S+\)"
-# The answer before may be lost with the process, as that of update_critic.
-DIED = (
-    rf"{ACTOR}: the process died|"
-    rf"role 'critic', update_critic at step {STEP} .*: the process died "
-    r"\(or in role 'actor', update_actor, which followed\)"
-)
+
+
+def ended(how: str) -> str:
+    """The actor's update, or that of the critic before: a process keeps what it has just said."""
+    critic = rf"role 'critic', update_critic at step {STEP} .*: {how}"
+    return rf"(?:{ACTOR}: {how}|{critic} \(or in role 'actor', update_actor, which followed\))"
+
+
+DIED = ended("the process died")
 REWARD = r"role 'reward', compute_reward at step 5 .*reward .*:reward, row 3"
 RAYLET = r"Ray's raylet on this host .* is gone"
 # Ray may end the driver before it has noticed, and says why more than once.
@@ -214,7 +217,7 @@ FAULTS = {
     ),
     "worker stopped": Fault(
         told=("stop", "update", LAST),
-        says=rf"{ACTOR}: not finished after deadline_s=20[\s\S]*does not respond",
+        says=rf"{ended('not finished after deadline_s=20')}[\s\S]*does not respond",
         within_s=DEADLINE_S + DETECT_S,
         settings={"deadline_s": DEADLINE_S},
     ),

@@ -237,7 +237,8 @@ class Calls:
         late = [rank for rank in range(call.pool.processes) if rank not in call.done]
         stands = {rank: call.pool.probe(rank) for rank in late}
         late.sort(key=lambda rank: (bool(stands[rank]), "in meet\n" in (stands[rank] or "")))
-        lines = [f"{call.where(late[0])}: not finished after deadline_s={self.deadline_s:g}"]
+        after = "" if stands[late[0]] else self._follower(call)
+        lines = [f"{call.where(late[0])}: not finished after deadline_s={self.deadline_s:g}{after}"]
         for rank in late:
             place = stands[rank]
             told = f"is in\n{place.rstrip()}" if place else "does not respond (stopped or hung)"
@@ -265,16 +266,17 @@ class Calls:
         first = min(failures, key=lambda failure: failure.order)
         error = first.error
         if not isinstance(error, RoleError):
-            ended = self._death_of(first) if isinstance(error, ProcessDied) else "the call failed"
+            died = f"the process died{self._follower(first.call)}"
+            ended = died if isinstance(error, ProcessDied) else "the call failed"
             error = RoleError(f"{first.call.where(first.rank)}: {ended}: {error}")
         self._stop(error)
 
-    def _death_of(self, first: Failure) -> str:
-        """A process takes with it the answer it has just given: the next call may be the one."""
+    def _follower(self, first: PendingCall) -> str:
+        """A process that dies or stops keeps what it has just answered: the next call may be it."""
         for call in self.open.values():
-            if call.pool is first.call.pool and call.number > first.call.number:
-                return f"the process died (or in role {call.role!r}, {call.method}, which followed)"
-        return "the process died"
+            if call.pool is first.pool and call.number > first.number:
+                return f" (or in role {call.role!r}, {call.method}, which followed)"
+        return ""
 
     def _oldest(self) -> str:
         """What was waited for, where it has begun."""

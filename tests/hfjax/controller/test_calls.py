@@ -196,6 +196,15 @@ def test_a_deadline_names_the_silent_rank_and_where_the_others_stand(script: Scr
     assert 30 < script.now_s < 35
 
 
+def test_a_silent_rank_may_stand_in_the_call_that_followed(script: Script) -> None:
+    calls, pool = Calls(script, 30.0, lambda: None), TwoRanks()
+    submit(calls, Ref(info(0)), Ref(info(1), NEVER), pool=pool)
+    submit(calls, Ref(info(0), NEVER), Ref(info(1), NEVER), pool=pool)
+    with pytest.raises(RoleError) as failure:
+        calls.drain()
+    assert "(or in role 'role', method, which followed)\nrank 1" in str(failure.value)
+
+
 def test_a_rank_that_does_not_come_is_named_before_those_that_wait_for_it(script: Script) -> None:
     calls = Calls(script, 30.0, lambda: None)
     pool = TwoRanks(stands=["  File x, line 1, in meet\n    wait()\n", "sleeps\n"])
