@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from hfjax.controller.pool import Pool, ProcessDied, Runtime
+from hfjax.controller.pool import InputLost, Pool, ProcessDied, Runtime
 from hfjax.controller.worker import CallInfo, RoleError, describe
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-GRACE_S = 10.0  # for the cause to show up after a collective that failed on a peer
+GRACE_S = 10.0  # for the cause to show up after what failed for want of a peer or an input
 FIRST_S = 2.0  # for the death of rank 0 to show up, without which none lives, and for older calls
 
 
@@ -75,15 +75,16 @@ class Failure:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Causes before consequences: exceptions, deaths, collectives that lost a peer.
+        """Causes before consequences: exceptions, deaths, what lost a peer or its input.
 
         The death of rank 0, where a pool's processes meet, ends the others; a death ends the oldest
         of its process's calls first.
         """
-        if isinstance(self.error, ProcessDied):
+        lost = isinstance(self.error, InputLost)
+        if isinstance(self.error, ProcessDied) and not lost:
             return 1, min(self.rank, 1), self.call.number, self.rank
-        collective = isinstance(self.error, RoleError) and self.error.collective
-        return (2 if collective else 0), 0, self.call.number, self.rank
+        lost |= isinstance(self.error, RoleError) and self.error.collective
+        return (2 if lost else 0), 0, self.call.number, self.rank
 
     @property
     def patience_s(self) -> float:
@@ -266,8 +267,8 @@ class Calls:
         first = min(failures, key=lambda failure: failure.order)
         error = first.error
         if not isinstance(error, RoleError):
-            died = f"the process died{self._follower(first.call)}"
-            ended = died if isinstance(error, ProcessDied) else "the call failed"
+            died = isinstance(error, ProcessDied) and not isinstance(error, InputLost)
+            ended = f"the process died{self._follower(first.call)}" if died else "the call failed"
             error = RoleError(f"{first.call.where(first.rank)}: {ended}: {error}")
         self._stop(error)
 

@@ -17,6 +17,10 @@ class ProcessDied(RuntimeError):
     """A process of a pool is gone; the message is Ray's account of it."""
 
 
+class InputLost(ProcessDied):
+    """A call failed for want of what a process that is gone should have given it."""
+
+
 class Pool(Protocol):
     """Processes that see the same calls in the same order; results are refs, one list each."""
 

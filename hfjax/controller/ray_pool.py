@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from hfjax.controller import loopback, probe, processes, reaper
-from hfjax.controller.pool import Pool, ProcessDied
+from hfjax.controller.pool import InputLost, Pool, ProcessDied
 from hfjax.controller.processes import account, own_sigterm, within
 from hfjax.controller.resources import bundle_of, check_feasible, request, total
 from hfjax.controller.worker import (
@@ -199,6 +199,8 @@ class RayRuntime:
         try:
             values = iter(ray.get(remote, timeout=self.deadline_s))
         except exceptions.RayTaskError as error:
+            if isinstance(error.cause, exceptions.RayError):
+                raise InputLost(account(str(error))) from None
             raise (error.cause if isinstance(error.cause, RoleError) else error) from None
         except exceptions.GetTimeoutError:
             message = f"its result did not arrive within deadline_s={self.deadline_s:g}"

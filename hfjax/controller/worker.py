@@ -39,6 +39,9 @@ COLLECTIVE_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
     "--xla_cpu_collective_call_terminate_timeout_seconds",
 )
+# Of malloc, read when a process starts: XLA asks for a program's arrays anew, and the kernel fills
+# what it gives page by page. With pages of 2 MB an update on a CPU takes a sixth less time.
+HUGE_PAGES = "glibc.malloc.hugetlb"
 LATER_S = 60  # by which the limits of JAX come after the controller's deadline
 # What a collective says when another process is gone: a consequence, never the cause.
 COLLECTIVE = re.compile(
@@ -130,7 +133,11 @@ def worker_environment(
     flags = [flag for flag in given if not flag.startswith(COUNT_FLAG)]
     named = {flag.partition("=")[0] for flag in flags}
     limits = [f"{name}={_limit_s(deadline_s)}" for name in COLLECTIVE_FLAGS if name not in named]
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    if HUGE_PAGES not in tunables:
+        tunables = ":".join(filter(None, (tunables, f"{HUGE_PAGES}=1")))
     return {
+        "GLIBC_TUNABLES": tunables,
         "JAX_PLATFORMS": PLATFORMS[platform],
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": " ".join([*flags, *limits, f"{COUNT_FLAG}={devices}"]),

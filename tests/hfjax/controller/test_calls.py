@@ -9,7 +9,7 @@ import pytest
 
 from hfjax.controller import calls as calls_module
 from hfjax.controller.calls import Calls
-from hfjax.controller.pool import ProcessDied
+from hfjax.controller.pool import InputLost, ProcessDied
 from hfjax.controller.worker import CallInfo, RoleError
 
 NEVER = 10**9
@@ -83,6 +83,8 @@ def submit(calls: Calls, *refs: Ref, pool: Any = None, inputs: Sequence[int] = (
         (COLLECTIVE, RoleError("out of memory"), "out of memory"),
         (COLLECTIVE, RoleError("gloo too", collective=True), "gloo: connection"),
         (COLLECTIVE, info(1), "gloo: connection"),
+        (InputLost("an input is lost"), ProcessDied("killed"), r"\(rank 1 .*: the process died"),
+        (InputLost("an input is lost"), info(1), r"\(rank 0 .*the call failed: an input is lost"),
         (
             ProcessDied("killed"),
             COLLECTIVE,

@@ -23,6 +23,7 @@ from benchmarks import dispatch
 from hfjax.batch import Batch
 from hfjax.controller import ray_pool
 from hfjax.controller.handle import Models, start
+from hfjax.controller.pool import InputLost
 from hfjax.controller.worker import RoleError
 from meshes.mesh import MeshShape
 from meshes.placement import Placement, Pool, RolePlacement, single_pool
@@ -260,6 +261,23 @@ def test_a_failing_rank_is_named_and_everything_ends(how: str, rank: int, messag
         models.other.sums(batch)
     assert again.value is failure.value
     assert [pid for pid in pids if not ended(pid)] == []
+
+
+def test_a_call_whose_input_died_with_its_process_is_a_consequence(m: Models) -> None:
+    import ray
+
+    class Dies:
+        def ends(self) -> None:
+            time.sleep(1)
+            os._exit(1)
+
+        def takes(self, value: Any) -> Any:
+            return value
+
+    first, second = (ray.remote(Dies).options(num_cpus=0).remote() for _ in range(2))
+    runtime: Any = m.runtime
+    with pytest.raises(InputLost, match=r"input arguments.*could not be computed"):
+        runtime.get([second.takes.remote(first.ends.remote())])
 
 
 @pytest.mark.slow

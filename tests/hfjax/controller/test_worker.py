@@ -43,6 +43,21 @@ def test_collectives_wait_longer_than_the_controller_unless_told_otherwise(
     assert [flag for flag in flags if "collective" in flag] == [f"{own}=5", f"{other}=160"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=1", "glibc.malloc.check=1:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_large_pages_are_asked_for_unless_the_user_decided(
+    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", given)
+    assert worker_environment("cpu", 1)["GLIBC_TUNABLES"] == expected
+
+
 def test_a_device_count_set_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
