@@ -156,12 +156,15 @@ def update(size: Size, options: argparse.Namespace, meter: Meter) -> Line:
     import jax
 
     from hfjax.config import KLConfig
+    from hfjax.controller.protocol import Shard
     from hfjax.engine.microbatch import cut_micros
+    from hfjax.engine.passes import Passes
     from hfjax.engine.replicas import Replicas
     from hfjax.engine.scoring import Scorer
     from hfjax.engine.train import OptimizerConfig, Trainer
     from hfjax.models.llama import abstract_params
     from hfjax.policy import PolicySettings, policy_loss
+    from hfjax.roles import WIDTH_BUCKET
 
     cfg, params, mesh, layouts = _model(options.model)
     replicas = Replicas(mesh, layouts["train"], *abstract_params(cfg, "lm"), "float32")
@@ -174,6 +177,7 @@ def update(size: Size, options: argparse.Namespace, meter: Meter) -> Line:
         columns=names,
     )
     scorer = Scorer(cfg, replicas, with_entropy=False)
+    passes = Passes(mesh, layouts["train"])
     reference = jax.tree.map(lambda x: x.copy(), params)
     state, compiles = trainer.init_state(params), Compiles()
     rng, shape = np.random.RandomState(2), (size.prompts * size.n, size.prompt + size.response)
@@ -185,12 +189,17 @@ def update(size: Size, options: argparse.Namespace, meter: Meter) -> Line:
         rows["length"] = np.full(len(whole), shape[1], np.int32)
         scores = rng.standard_normal((len(whole), 1)).astype(np.float32)
         rows |= {"advantages": np.where(mask, scores, np.float32(0))}
-        old, _ = scorer.log_probs(replicas.weights(state.params), rows["input_ids"])
-        rows["old_log_probs"] = np.asarray(old)  # the rollout's own in a run
+        shard = Shard(rows, np.arange(len(whole)), len(whole), size.n, 0)
+
+        def log_probs(weights: Any, shard: Shard = shard) -> np.ndarray:
+            compute = partial(scorer.log_probs, weights)
+            return passes.over_responses(shard, WIDTH_BUCKET, compute)[0]
+
+        rows["old_log_probs"] = log_probs(replicas.weights(state.params))  # the rollout's in a run
         with meter.step(), compiles.step():
-            said, _ = scorer.log_probs(reference, rows["input_ids"])
-            rows["ref_log_prob"] = np.asarray(said)
-            state, _ = trainer.update(state, cut_micros(rows, replicas=1, bucket=32))
+            rows["ref_log_prob"] = log_probs(reference)
+            cut = cut_micros(rows, replicas=1, bucket=WIDTH_BUCKET, shared=size.n)
+            state, _ = trainer.update(state, cut)
             jax.block_until_ready(state)
     return {"xla_compiles_per_step": compiles.by_step}
 

@@ -30,7 +30,7 @@ from hfjax.engine.sampling import Sampling
 from hfjax.engine.train import LossFn
 from hfjax.models.hf import generation_stop_ids
 from hfjax.models.llama import ModelConfig, Params, abstract_params
-from hfjax.roles import ROW_COLUMNS, WIDTH_BUCKET, ModelRole, TrainedRole, masked, plan_model
+from hfjax.roles import ROW_COLUMNS, WIDTH_BUCKET, ModelRole, TrainedRole, plan_model
 from hfjax.tokenizer import load_tokenizer
 from meshes.layouts import (
     HYBRID_V,
@@ -234,9 +234,8 @@ class Actor(TrainedRole):
     )
     def compute_log_prob(self, shard: Shard) -> Answer:
         """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
-        logp, entropy = self.forward(shard, ("input_ids",), self.scorer.log_probs)
-        columns = {"old_log_probs": masked(logp, shard), "entropy": masked(entropy, shard)}
-        return Answer(columns, shard.rows)
+        logp, entropy = self.of_responses(shard, self.scorer.log_probs)
+        return Answer({"old_log_probs": logp, "entropy": entropy}, shard.rows)
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_actor(self, shard: Shard) -> Answer:

@@ -177,6 +177,13 @@ class ModelRole:
         self.rest()
         return found
 
+    def of_responses(self, shard: Shard, compute: Compute) -> list[np.ndarray]:
+        """The same of compute(params, input_ids, prefix), for the response tokens; 0 elsewhere."""
+        compute = partial(compute, self.weights())
+        found = self.passes.over_responses(shard, WIDTH_BUCKET, compute)
+        self.rest()
+        return [masked(column, shard) for column in found]
+
     @method(ONE_TO_ALL)
     def check_weights(self) -> list[Fault]:
         """What is wrong with the weights on any device: replicas, bits, finiteness."""
@@ -260,6 +267,9 @@ class TrainedRole(ModelRole):
     def update(self, shard: Shard) -> Answer:
         """Epochs x mini-batches of optimizer updates; metrics, over the call, are the role's."""
         size = self.training.minibatch_sequences or shard.n_rows
+        # a score is read at a row's own end, and a pipeline's rows are alike
+        packs = self.head != "score" and self.replicas.stages == 1
+        shared = max(shard.group, self.rows_together) if packs else 0
         total: dict[str, Any] = {}
         trainer = self.first
         for _ in range(self.training.epochs):
@@ -272,6 +282,7 @@ class TrainedRole(ModelRole):
                     micro_tokens=self.training.micro_tokens,
                     bucket=WIDTH_BUCKET,
                     group=self.rows_together,
+                    shared=shared,
                 )
                 total = merge(total, self.updated(trainer, micros))
                 trainer = self.trainer
@@ -326,8 +337,8 @@ class Critic(TrainedRole):
     )
     def compute_values(self, shard: Shard) -> Answer:
         """The value before each response token; 0 elsewhere."""
-        (values,) = self.forward(shard, ("input_ids",), self.scorer.values)
-        return Answer({"values": masked(values, shard)}, shard.rows)
+        (values,) = self.of_responses(shard, self.scorer.values)
+        return Answer({"values": values}, shard.rows)
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
     def update_critic(self, shard: Shard) -> Answer:
@@ -365,8 +376,8 @@ class Reference(ModelRole):
     )
     def compute_ref_log_prob(self, shard: Shard) -> Answer:
         """Log-probs of the response tokens under the reference; 0 elsewhere."""
-        logp, _ = self.forward(shard, ("input_ids",), self.scorer.log_probs)
-        return Answer({"ref_log_prob": masked(logp, shard)}, shard.rows)
+        logp, _ = self.of_responses(shard, self.scorer.log_probs)
+        return Answer({"ref_log_prob": logp}, shard.rows)
 
 
 class Reward(ModelRole):

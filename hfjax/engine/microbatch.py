@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts a mini-batch of host rows into micro-batches, and puts rows onto a mesh."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from meshes.layouts import BATCH, Layout
+from hfjax.engine.packing import IDS, PREFIX_LENGTH, Packing, packing_of
+from meshes.layouts import BATCH, Layout, divisors
 
 Rows = Mapping[str, np.ndarray]
 Stack = dict[str, np.ndarray]  # columns (M, mb, ...): M micro-batches of one shape
 
 BUCKET_TOKENS = 128  # widths are multiples of it: each is compiled once
-WIDTH_COLUMN = "input_ids"  # its second dimension is the T that per-token columns share
 
 
 def place_rows(mesh: Mesh, layout: Layout, array: np.ndarray, axis: int = 0) -> jax.Array:
@@ -26,12 +28,6 @@ def place_rows(mesh: Mesh, layout: Layout, array: np.ndarray, axis: int = 0) -> 
     return jax.make_array_from_callback(array.shape, sharding, lambda at: array[at].copy())
 
 
-def trim(rows: Rows, bucket: int) -> Stack:
-    """Rows cut to the smallest multiple of `bucket` tokens that holds the longest of them."""
-    width = rows[WIDTH_COLUMN].shape[1]
-    return _narrow(rows, _bucketed(int(rows["length"].max()), bucket, width), width)
-
-
 def cut_micros(
     rows: Rows,
     *,
@@ -40,19 +36,109 @@ def cut_micros(
     micro_tokens: int = 0,
     bucket: int = BUCKET_TOKENS,
     group: int = 1,
+    shared: int = 0,
 ) -> list[Stack]:
     """Stacks of micro-batches by one of the two limits, or the whole mini-batch as one.
 
     Both limits count over all `replicas` together; `group` consecutive rows (a pair of responses,
-    say) stay side by side. Rows added to fill a shape up are zeros with a False mask.
+    say) stay side by side. Rows added to fill a shape up are zeros with a False mask. Rows are
+    packed (hfjax.engine.packing) if that takes no more slots: up to `shared` consecutive ones, if
+    they have one prefix; 0: never.
     """
-    if micro_tokens:
-        return _cut_by_tokens(rows, micro_tokens, replicas * group, group, bucket)
+    ids_BT, unit = rows[IDS], replicas * group
+    B, T = ids_BT.shape
     if micro_sequences:
-        return _cut_by_sequences(rows, micro_sequences, replicas * group, bucket)
-    B = len(rows[WIDTH_COLUMN])
-    mb = -(-B // (replicas * group)) * replicas * group
-    return [{k: _fill(v, mb)[None] for k, v in trim(rows, bucket).items()}]
+        check_micro_sequences(micro_sequences, B, unit)
+    if micro_tokens:
+        longest = bucketed(int(rows["length"].max()), bucket, T)
+        check_micro_tokens(micro_tokens, longest, unit)
+    cuts = [Cut(packing, bucket, rows) for packing in _packings(rows, shared, bucket)]
+    for cut in cuts:
+        if micro_tokens:
+            cut.by_tokens(micro_tokens, replicas, group)
+        else:
+            cut.evenly(micro_sequences, replicas, group)
+    # of equals the last: more is shared, and no head reads a prefix
+    return min(reversed([cut for cut in cuts if cut.parts]), key=lambda cut: cut.slots).stacks()
+
+
+def _packings(rows: Rows, shared: int, bucket: int) -> list[Packing]:
+    """Rows that stay whole; then those that may be packed, each alone and more and more of them."""
+    T = rows[IDS].shape[1]
+    found = [Packing(0, 1, np.zeros(len(rows[IDS]), int), rows["length"])]
+    for n in divisors(shared, most=shared) if shared else ():
+        packing = packing_of(rows, n)
+        if packing:
+            found.append(replace(packing, slots=bucketed(packing.slots, bucket, T)))
+    return found
+
+
+class Cut:
+    """One way to cut a mini-batch: for each stack the packed rows of (M, mb), and their width."""
+
+    def __init__(self, packing: Packing, bucket: int, rows: Rows) -> None:
+        self.packing, self.bucket, self.rows = packing, bucket, rows
+        self.width = rows[IDS].shape[1]
+        self.parts: list[tuple[np.ndarray, int]] = []  # numbers, of fillers -1; R
+
+    @property
+    def slots(self) -> int:
+        """Slots of all its micro-batches."""
+        return sum(at.size * (self.packing.slots + self.packing.n * R) for at, R in self.parts)
+
+    def evenly(self, micro_sequences: int, replicas: int, group: int) -> None:
+        """One stack: its micro-batches have one shape."""
+        n, lengths_G = self.packing.n, self.packing.lengths_G
+        unit = replicas * math.lcm(n, group)  # rows
+        B = len(lengths_G) * n
+        mb = micro_sequences or -(-B // unit) * unit
+        if mb % unit:
+            return
+        at = np.arange(-(-B // mb) * mb // n)
+        at = np.where(at < len(lengths_G), at, -1).reshape(-1, mb // n)
+        self.parts = [(at, bucketed(self.packing.longest, self.bucket, self.width))]
+
+    def by_tokens(self, micro_tokens: int, replicas: int, group: int) -> None:
+        """Rows in order of falling length, so that short rows do not pay for long ones.
+
+        Each micro-batch is a stack of its own (M = 1) and its rows follow from its width: there are
+        no more shapes to compile than buckets in T.
+        """
+        n, P = self.packing.n, self.packing.slots
+        together = math.lcm(n, group) // n  # packed rows that are not parted
+        longest = self.packing.lengths_G.reshape(-1, together).max(axis=1)
+        order = np.argsort(-longest, kind="stable")
+        rest = (order[:, None] * together + np.arange(together)).reshape(-1)
+        parts, unit = [], replicas * together
+        while len(rest):
+            R = bucketed(int(longest[rest[0] // together]), self.bucket, self.width)
+            mb = micro_tokens // (P + n * R) // unit * unit
+            if not mb:
+                return
+            at = np.full(mb, -1)
+            at[: len(rest)] = rest[:mb]
+            parts.append((at[None], R))
+            rest = rest[mb:]
+        self.parts = parts
+
+    def stacks(self) -> list[Stack]:
+        """Their columns."""
+        return [self._stack(at, R) for at, R in self.parts]
+
+    def _stack(self, at_Mb: np.ndarray, R: int) -> Stack:
+        n, (M, mb) = self.packing.n, at_Mb.shape
+        if self.packing.slots:
+            columns = self.packing.packed(self.rows, R)
+        else:
+            columns = _narrow(self.rows, R, self.width)
+        at_B = (at_Mb.reshape(-1)[:, None] * n + np.arange(n)).reshape(-1)
+        of_pack = (IDS, PREFIX_LENGTH) if self.packing.slots else ()
+        return {
+            name: _taken(x, at_Mb.reshape(-1) if name in of_pack else at_B).reshape(
+                M, mb * (1 if name in of_pack else n), *x.shape[1:]
+            )
+            for name, x in columns.items()
+        }
 
 
 def legal_micro_sequences(B: int, unit: int) -> list[int]:
@@ -82,47 +168,17 @@ def check_micro_tokens(micro_tokens: int, longest: int, unit: int, where: str = 
         )
 
 
-def _cut_by_sequences(rows: Rows, micro_sequences: int, unit: int, bucket: int) -> list[Stack]:
-    """One stack of all micro-batches: they have one shape."""
-    B = len(rows[WIDTH_COLUMN])
-    check_micro_sequences(micro_sequences, B, unit)
-    M = B // micro_sequences
-    return [{k: v.reshape(M, -1, *v.shape[1:]) for k, v in trim(rows, bucket).items()}]
-
-
-def _cut_by_tokens(
-    rows: Rows, micro_tokens: int, unit: int, group: int, bucket: int
-) -> list[Stack]:
-    """Rows in order of falling length, so that short rows do not pay for long ones.
-
-    Each micro-batch is a stack of its own (M = 1) and its rows follow from its width: there are
-    no more shapes to compile than buckets in T.
-    """
-    width = rows[WIDTH_COLUMN].shape[1]
-    longest = rows["length"].reshape(-1, group).max(axis=1)
-    order = np.argsort(-longest, kind="stable")
-    rest = (order[:, None] * group + np.arange(group)).reshape(-1)
-    stacks = []
-    while len(rest):
-        T = _bucketed(int(longest[rest[0] // group]), bucket, width)
-        check_micro_tokens(micro_tokens, T, unit)
-        mb = micro_tokens // T // unit * unit
-        taken, rest = rest[:mb], rest[mb:]
-        micro = _narrow({k: v[taken] for k, v in rows.items()}, T, width)
-        stacks.append({k: _fill(v, mb)[None] for k, v in micro.items()})
-    return stacks
-
-
-def _bucketed(length: int, bucket: int, width: int) -> int:
+def bucketed(length: int, bucket: int, width: int) -> int:
     """At least one bucket: a mini-batch of empty rows still has a shape."""
     return min(max(-(-length // bucket), 1) * bucket, width)
 
 
 def _narrow(rows: Rows, T: int, width: int) -> Stack:
-    """Per-token columns cut to T; a column is per-token when it is as wide as input_ids."""
+    """Per-token columns cut to T: those as wide as input_ids."""
     return {k: v[:, :T] if v.shape[1:2] == (width,) else v for k, v in rows.items()}
 
 
-def _fill(column: np.ndarray, mb: int) -> np.ndarray:
-    """Rows of zeros below, up to mb."""
-    return np.pad(column, [(0, mb - len(column))] + [(0, 0)] * (column.ndim - 1))
+def _taken(column: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """These rows; zeros where there are none, below 0."""
+    here = (rows >= 0).reshape(-1, *(1,) * (column.ndim - 1))
+    return np.where(here, column[np.maximum(rows, 0)], column.dtype.type(0))

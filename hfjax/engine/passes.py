@@ -2,13 +2,19 @@
 """Forward passes over host rows: onto the replicas of a mesh and back, a bounded part at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hfjax.controller.protocol import Shard, rows_per_replica
+from hfjax.engine.microbatch import bucketed
+from hfjax.engine.packing import IDS, MASK, PREFIX_LENGTH, packing_of
+from hfjax.engine.pipeline import STAGES
+from hfjax.models.attention import Prefix
 from meshes.layouts import BATCH, Layout, batch_sharding
 from meshes.mesh import shape_of
 
@@ -27,23 +33,57 @@ class Passes:
     def __init__(self, mesh: Mesh, layout: Layout) -> None:
         self.replicas = shape_of(mesh).over(layout.mesh_axes(BATCH))
         self.sharding = batch_sharding(mesh, layout)
+        self.packs = shape_of(mesh).over(STAGES) == 1  # a pipeline's rows stay whole
 
     def over(self, shard: Shard, names: tuple[str, ...], compute: Compute) -> list[np.ndarray]:
         """compute(*columns) for all rows: host arrays for shard.rows, of each array it gives.
 
         Passes have one shape, at most PASS_TOKENS a replica (or one row, if that is wider).
         """
-        per = rows_per_replica(shard.n_rows, self.replicas, shard.group)
-        width = max(1, min(per, PASS_TOKENS // shard.columns[names[0]].shape[1]))
-        first_rows = np.arange(self.replicas)[:, None] * per
+        columns = [shard.columns[name] for name in names]
+        return self._over(columns, shard, 1, compute)
+
+    def over_responses(self, shard: Shard, bucket: int, compute: Compute) -> list[np.ndarray]:
+        """compute(input_ids, prefix) for all rows: what it says of response tokens, 0 elsewhere.
+
+        Rows are packed (hfjax.engine.packing), a group that shares its prompt or each alone, if
+        that takes no more slots; else they stay whole, and `prefix` is None. P and R are multiples
+        of `bucket`. All processes decide alike.
+        """
+        T = shard.columns[IDS].shape[1]
+        best, least = None, float(T)
+        for n in sorted({1, shard.group}) if self.packs else ():
+            packing = packing_of(shard.columns, n)
+            mine = (0, packing.slots, packing.longest) if packing else (1, 1, 1)
+            misfits, *tokens = _largest(*mine)
+            P, R = (bucketed(each, bucket, T) for each in tokens)
+            if packing and not misfits and P / n + R <= least:
+                best, least = (replace(packing, slots=P), R), P / n + R
+        if best is None:
+            return self.over(shard, (IDS,), compute)
+        packing, R = best
+        rows = packing.packed({name: shard.columns[name] for name in (IDS, MASK)}, R)
+
+        def packed(ids_BW: jax.Array, length_B: jax.Array) -> Any:
+            return compute(ids_BW, Prefix(length_B=length_B, slots=packing.slots, n=packing.n))
+
+        found = self._over([rows[IDS], rows[PREFIX_LENGTH]], shard, packing.n, packed)
+        return [packing.unpacked(x_BR, T) for x_BR in found]
+
+    def _over(
+        self, values: Sequence[np.ndarray], shard: Shard, n: int, compute: Compute
+    ) -> list[np.ndarray]:
+        """What compute(*values) gives for all rows; `values` have one for every n of them."""
+        per = rows_per_replica(shard.n_rows, self.replicas, shard.group) // n
+        width = max(1, min(per, PASS_TOKENS // values[0].shape[1]))
+        first_rows, held = np.arange(self.replicas)[:, None] * per, shard.rows[::n] // n
         done: list[tuple[np.ndarray, list[jax.Array]]] = []
         for start in range(0, per, width):
             offsets = start + np.arange(width)
             rows = np.where(offsets < per, first_rows + offsets, -1).reshape(-1)
-            arrays = [
-                self._place(shard.columns[name], shard.rows, rows, shard.n_rows) for name in names
-            ]
-            done.append((rows, jax.tree.leaves(compute(*arrays))))
+            arrays = [self._place(each, held, rows, shard.n_rows // n) for each in values]
+            at = (rows[:, None] * n + np.arange(n)).reshape(-1)
+            done.append((at, jax.tree.leaves(compute(*arrays))))
         return [
             _collected([(rows, arrays[k]) for rows, arrays in done], shard.rows)
             for k in range(len(done[0][1]))
@@ -120,6 +160,14 @@ class Passes:
 
         shape = (len(rows), *values.shape[1:])
         return jax.make_array_from_callback(shape, self.sharding, part)
+
+
+def _largest(*numbers: int) -> list[int]:
+    """Of each number the largest that a process gives."""
+    if jax.process_count() == 1:
+        return list(numbers)
+    every = multihost_utils.process_allgather(np.array(numbers, np.int32))
+    return [int(number) for number in np.max(every, axis=0)]
 
 
 def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.engine.replicas import Replicas
+from hfjax.models.attention import Prefix
 from hfjax.models.llama import (
     PLAIN,
     ModelConfig,
@@ -21,6 +22,7 @@ from hfjax.models.llama import (
     scalar_head,
 )
 from hfjax.rl import entropy
+from meshes.layouts import BATCH
 
 SCALAR_HEAD = ("value_head", "value_bias")
 
@@ -53,6 +55,7 @@ def score_tokens(
     tokens_BT: jax.Array,
     temperature: float | jax.Array = 1.0,
     *,
+    prefix: Prefix | None = None,
     chunk: int = 128,
     remat: str = "none",
     with_entropy: bool = True,
@@ -60,11 +63,14 @@ def score_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """(log_probs_BT, entropy_BT) of each token given those before it, float32; column 0 is 0.0.
 
+    With `prefix` the rows are packed, (B, W), and results those of the responses alone: (B n, R).
     The vocabulary exists for `chunk` positions at a time, in the backward pass too: each chunk's
     logits are computed again there. Without `with_entropy` the second array is zeros.
     """
 
-    def score(x_BTD: jax.Array, tokens_BT: jax.Array, w: Params) -> tuple[jax.Array, jax.Array]:
+    def score(
+        x_BTD: jax.Array, tokens_BT: jax.Array, w: Params, *packed: Prefix
+    ) -> tuple[jax.Array, jax.Array]:
         @jax.checkpoint
         def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
             logits_BcV = lm_logits(cfg, w, x_BcD, constrain=run.constrain)
@@ -73,19 +79,28 @@ def score_tokens(
                 return logp_Bc, jnp.zeros_like(logp_Bc)
             return logp_Bc, entropy(logits_BcV / temperature)
 
-        next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
-        chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
-        _, (logp_CBc, entropy_CBc) = jax.lax.scan(
-            lambda _, c: (None, score_chunk(*c)), None, chunks
-        )
-        T = tokens_BT.shape[1]
-        return _to_scored_token(_join(logp_CBc, T)), _to_scored_token(_join(entropy_CBc, T))
+        def chunked(x_BTD: jax.Array, next_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+            chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
+            _, found = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)
+            logp_CBc, entropy_CBc = found
+            T = next_BT.shape[1]
+            return _join(logp_CBc, T), _join(entropy_CBc, T)
 
-    tokens = run.rows(tokens_BT)
-    x = hidden_states(cfg, params, tokens, remat=remat, run=run)
+        if not packed:
+            next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
+            logp_BT, entropy_BT = chunked(x_BTD, next_BT)
+            return _to_scored_token(logp_BT), _to_scored_token(entropy_BT)
+        x_BnRD = _before_responses(x_BTD, packed[0], run)
+        B, n, R, D = x_BnRD.shape
+        tokens_BnR = packed[0].responses(tokens_BT)
+        found = chunked(x_BnRD.reshape(B, n * R, D), tokens_BnR.reshape(B, n * R))
+        return found[0].reshape(B, n, R), found[1].reshape(B, n, R)
+
+    tokens, packed = run.rows(tokens_BT), _rows_of(prefix, run)
+    x = hidden_states(cfg, params, tokens, prefix=(*packed, None)[0], remat=remat, run=run)
     w = run.weights(_pick(params, ("embed",) if cfg.tied else ("lm_head",)))
-    logp, entropies = run.each(score)(x, tokens, w)
-    return run.merge(logp), run.merge(entropies)
+    logp, entropies = run.each(score)(x, tokens, w, *packed)
+    return _merged(logp, run, prefix), _merged(entropies, run, prefix)
 
 
 def values_of(
@@ -93,16 +108,42 @@ def values_of(
     params: Params,
     tokens_BT: jax.Array,
     *,
+    prefix: Prefix | None = None,
     remat: str = "none",
     run: Run = PLAIN,
 ) -> jax.Array:
-    """values_BT, column t the value BEFORE token t (read after token t-1); column 0 is 0.0."""
+    """values_BT, column t the value BEFORE token t (read after token t-1); column 0 is 0.0.
 
-    def value(x_BTD: jax.Array, w: Params) -> jax.Array:
+    With `prefix` the rows are packed, (B, W), and values those of the responses alone: (B n, R).
+    """
+
+    def value(x_BTD: jax.Array, w: Params, *packed: Prefix) -> jax.Array:
+        if packed:
+            return scalar_head(w, _before_responses(x_BTD, packed[0], run))
         return _to_scored_token(scalar_head(w, x_BTD))
 
-    x = hidden_states(cfg, params, run.rows(tokens_BT), remat=remat, run=run)
-    return run.merge(run.each(value)(x, run.weights(_pick(params, SCALAR_HEAD))))
+    packed = _rows_of(prefix, run)
+    x = hidden_states(
+        cfg, params, run.rows(tokens_BT), prefix=(*packed, None)[0], remat=remat, run=run
+    )
+    values = run.each(value)(x, run.weights(_pick(params, SCALAR_HEAD)), *packed)
+    return _merged(values, run, prefix)
+
+
+def _rows_of(prefix: Prefix | None, run: Run) -> tuple[Prefix, ...]:
+    """The prefix of each replica's rows, if there is one."""
+    return () if prefix is None else (jax.tree.map(run.rows, prefix),)
+
+
+def _before_responses(x_BWD: jax.Array, prefix: Prefix, run: Run) -> jax.Array:
+    """What the head reads of packed rows: (B, n, R, D)."""
+    return prefix.before(run.constrain(x_BWD, (BATCH, None, None)))
+
+
+def _merged(x: jax.Array, run: Run, prefix: Prefix | None) -> jax.Array:
+    """Of all replicas, a row for each response."""
+    x = run.merge(x)
+    return x if prefix is None else x.reshape(-1, x.shape[-1])
 
 
 def scores_at_end(
@@ -153,18 +194,25 @@ class Scorer:
             rows = tokens_BT.shape[0]
             return replicas.run(rows, math.gcd(replicas.stages, rows // replicas.count))
 
-        def log_probs(weights: Params, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def log_probs(
+            weights: Params, tokens_BT: jax.Array, prefix: Prefix | None = None
+        ) -> tuple[jax.Array, jax.Array]:
             options = {"chunk": chunk, "with_entropy": with_entropy, "run": run_of(tokens_BT)}
-            return score_tokens(cfg, replicas.stack(weights), tokens_BT, temperature, **options)
+            weights = replicas.stack(weights)
+            return score_tokens(cfg, weights, tokens_BT, temperature, prefix=prefix, **options)
 
-        def values(weights: Params, tokens_BT: jax.Array) -> jax.Array:
-            return values_of(cfg, replicas.stack(weights), tokens_BT, run=run_of(tokens_BT))
+        def values(
+            weights: Params, tokens_BT: jax.Array, prefix: Prefix | None = None
+        ) -> jax.Array:
+            weights, run = replicas.stack(weights), run_of(tokens_BT)
+            return values_of(cfg, weights, tokens_BT, prefix=prefix, run=run)
 
         def scores(weights: Params, tokens_BT: jax.Array, length_B: jax.Array) -> jax.Array:
             return scores_at_end(
                 cfg, replicas.stack(weights), tokens_BT, length_B, run=run_of(tokens_BT)
             )
 
+        # packed rows (their prefix is the third argument) give results of responses alone
         self.log_probs = jax.jit(log_probs, out_shardings=rows)  # (log_probs_BT, entropy_BT)
         self.values = jax.jit(values, out_shardings=rows)  # values_BT
         self.scores = jax.jit(scores, out_shardings=rows)  # scores_B

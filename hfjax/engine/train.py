@@ -20,9 +20,11 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from hfjax.engine.microbatch import Stack, place_rows
+from hfjax.engine.packing import IDS, MASK, PREFIX_LENGTH
 from hfjax.engine.replicas import Replicas
 from hfjax.engine.scoring import score_tokens, scores_at_end, values_of
 from hfjax.metrics import Max, Mean, Metric, Min, Total, merge
+from hfjax.models.attention import Prefix
 from hfjax.models.llama import Head, ModelConfig, Params, abstract_params
 from hfjax.rl import Denominators
 from meshes.layouts import BATCH, replicated
@@ -137,8 +139,9 @@ class Trainer:
     """Compiled update of one model under one loss in one layout.
 
     The loss sees `columns` of a micro-batch (and input_ids, response_mask), and returns its share
-    of the mini-batch loss, already divided by the mini-batch's denominators. The trainer's own
-    metrics are loss, grad_norm (before clipping), lr, skipped and empty.
+    of the mini-batch loss, already divided by the mini-batch's denominators. Of packed rows it sees
+    the responses alone, (B, R) for (B, T). The trainer's own metrics are loss, grad_norm (before
+    clipping), lr, skipped and empty.
     """
 
     def __init__(
@@ -166,13 +169,13 @@ class Trainer:
         lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
         self._forward: Callable[..., Outputs] = {
             "lm": lambda params, micro, **options: Outputs(
-                *score_tokens(cfg, params, micro["input_ids"], **lm, **options)
+                *score_tokens(cfg, params, micro[IDS], prefix=prefix_of(micro), **lm, **options)
             ),
             "value": lambda params, micro, **options: Outputs(
-                values_BT=values_of(cfg, params, micro["input_ids"], **options)
+                values_BT=values_of(cfg, params, micro[IDS], prefix=prefix_of(micro), **options)
             ),
             "score": lambda params, micro, **options: Outputs(
-                scores_B=scores_at_end(cfg, params, micro["input_ids"], micro["length"], **options)
+                scores_B=scores_at_end(cfg, params, micro[IDS], micro["length"], **options)
             ),
         }[head]
         self._remat = remat
@@ -291,7 +294,8 @@ class Trainer:
         counts, weights = _counts(micros), self.replicas.weights(params)
         sums, losses, metrics = self._zeros(), [], dict[str, Metric]()
         for stack in micros:
-            placed = {name: self._place(self._column(stack, name)) for name in self.columns}
+            names = (*self.columns, *(name for name in (PREFIX_LENGTH,) if name in stack))
+            placed = {name: self._place(self._column(stack, name)) for name in names}
             sums, loss, more = self._accumulate(weights, sums, placed, *counts)
             losses.append(loss)
             metrics = merge(metrics, more)
@@ -316,12 +320,12 @@ class Trainer:
         if self.replicas.stages > 1:  # a pipeline takes them all at once
             in_flight = next(iter(micros.values())).shape[0]
             micros = {name: self.replicas.join_micros(x)[None] for name, x in micros.items()}
-        rows = next(iter(micros.values())).shape[1]
+        rows = micros[IDS].shape[1]
         options = {"remat": self._remat, "run": self.replicas.run(rows, in_flight)}
 
         def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
             outputs = self._forward(stacked, micro, **options)
-            loss, metrics = self._loss(outputs, Columns(micro), denominators)
+            loss, metrics = self._loss(outputs, Columns(of_responses(micro)), denominators)
             _check_metrics(metrics)
             return loss, metrics
 
@@ -357,6 +361,22 @@ class Trainer:
             "empty": Total((tokens == 0).astype(jnp.float32)),
         }
         return jax.tree.map(partial(jnp.where, usable), new, old), metrics
+
+
+def prefix_of(micro: Micro) -> Prefix | None:
+    """How the rows of a micro-batch are packed, by the shapes of its columns."""
+    if PREFIX_LENGTH not in micro:
+        return None
+    (B, W), (rows, R) = micro[IDS].shape, micro[MASK].shape
+    return Prefix(length_B=micro[PREFIX_LENGTH], slots=W - rows // B * R, n=rows // B)
+
+
+def of_responses(micro: Micro) -> Micro:
+    """The columns as a loss reads them: as many rows, as wide, as the mask."""
+    prefix = prefix_of(micro)
+    if prefix is None:
+        return micro
+    return {**micro, IDS: prefix.responses(micro[IDS]).reshape(micro[MASK].shape)}
 
 
 def _counts(micros: Sequence[Stack]) -> tuple[np.int32, np.int32]:

@@ -6,6 +6,7 @@ Letters, capitals for sizes, in every suffix and einsum of the project:
   V vocabulary         D model width       H query heads      K kv heads    G = H / K
   d width of a head    F ffn width         L layers           M micro-batches
   N devices            n samples a prompt
+  W = P + n R          a prefix of P slots and n responses behind it (attention.Prefix)
 V' (the padded vocabulary) is written V too. Rows are left-aligned: a row's tokens start at index 0
 and padding follows them, so causal attention alone keeps padding out of every valid position.
 """
@@ -13,6 +14,7 @@ and padding follows them, so causal attention alone keeps padding out of every v
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,8 +24,10 @@ from flax import linen as nn
 from hfjax.models.attention import (
     K_MASK,
     KVCache,
+    Prefix,
     attend_cached,
     attend_causal,
+    attend_packed,
     einsum_f32,
     lift,
 )
@@ -230,17 +234,23 @@ def hidden_states(
     params: Params,
     tokens_BT: jax.Array,
     *,
+    prefix: Prefix | None = None,
     remat: str = "none",
     run: Run = PLAIN,
 ) -> jax.Array:
-    """Final-normed hidden states x_BTD, causal from index 0; rows and result are those of `run`."""
+    """Final-normed hidden states x_BTD, causal from index 0; rows and result are those of `run`.
 
-    def layer(x_BTD: jax.Array, w: Params) -> jax.Array:
-        x_BTD, _ = block(cfg, w, x_BTD, turn, attend_causal)
+    With `prefix`, whose rows are those of `run` too, tokens and result are packed: (B, W).
+    """
+
+    def layer(x_BTD: jax.Array, w: Params, *packed: Any) -> jax.Array:
+        turn = packed[0] if packed else in_order
+        attend = partial(attend_packed, packed[1]) if packed else attend_causal
+        x_BTD, _ = block(cfg, w, x_BTD, turn, attend)
         return run.constrain(x_BTD, RESIDUAL)
 
     def body(x_BTD: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        return run.each(layer)(x_BTD, run.weights(w)), None
+        return run.each(layer)(x_BTD, run.weights(w), *packed), None
 
     def embedded(tokens_BT: jax.Array, w: Params) -> jax.Array:
         return run.constrain(embed_tokens(w, tokens_BT), RESIDUAL)
@@ -248,7 +258,12 @@ def hidden_states(
     def normed(x_BTD: jax.Array, w: Params) -> jax.Array:
         return final_norm(cfg, w, x_BTD)
 
-    turn = _rotation(cfg, jnp.arange(tokens_BT.shape[-1])[None])
+    def turned(prefix: Prefix) -> tuple[jax.Array, jax.Array]:
+        return _rotation(cfg, prefix.positions(T))
+
+    T = tokens_BT.shape[-1]
+    in_order = _rotation(cfg, jnp.arange(T)[None])
+    packed = () if prefix is None else (run.each(turned)(prefix), prefix)
     x_BTD = run.each(embedded)(tokens_BT, run.weights({"embed": params["embed"]}))
     x_BTD, _ = run.layers(rematerialised(body, remat, run), x_BTD, params["layers"])
     return run.each(normed)(x_BTD, run.weights({"final_norm": params["final_norm"]}))
