@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight CPU devices, strict dtypes and ranks, set before JAX starts."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers and all runs keep their programs here
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="hfjax-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"

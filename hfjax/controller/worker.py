@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,8 @@ COLLECTIVE_FLAGS = (
 # Of malloc, read when a process starts: XLA asks for a program's arrays anew, and the kernel fills
 # what it gives page by page. With pages of 2 MB an update on a CPU takes a sixth less time.
 HUGE_PAGES = "glibc.malloc.hugetlb"
+PROGRAMS_BYTES = 4 << 30  # of compiled programs, the longest unused go first
+KEPT_S = 0.1  # what was compiled faster is not kept
 LATER_S = 60  # by which the limits of JAX come after the controller's deadline
 # What a collective says when another process is gone: a consequence, never the cause.
 COLLECTIVE = re.compile(
@@ -166,6 +169,7 @@ def join(
 
     # JAX_* variables are read when jax is first imported, which may have happened.
     jax.config.update("jax_platforms", environment["JAX_PLATFORMS"])
+    keep_programs()
     if processes > 1:
         if platform == "cpu":
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -189,6 +193,29 @@ def join(
             f"{advice}"
         )
     return tuple(sorted(jax.devices(), key=lambda device: (device.process_index, device.id)))
+
+
+def keep_programs() -> None:
+    """What is compiled from here on is kept on this host for later runs, unless JAX knows where.
+
+    An entry that a killed process has left unfinished is removed: JAX would stumble over it again
+    and again.
+    """
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.config.values["jax_compilation_cache_dir"]:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfjax/programs"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for entry in folder.glob("*-cache"):
+            if not entry.with_name(entry.name.removesuffix("-cache") + "-atime").exists():
+                entry.unlink(missing_ok=True)
+    except (OSError, RuntimeError):  # no home, or none that can be written to
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", PROGRAMS_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", KEPT_S)
 
 
 def meet(name: str, limit_s: float) -> None:

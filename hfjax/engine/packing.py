@@ -55,9 +55,9 @@ class Packing:
 
     def _responses(self, x_BT: np.ndarray, R: int) -> np.ndarray:
         at_BR = np.repeat(self.starts_G, self.n)[:, None] + np.arange(R)
-        inside_BR = at_BR < x_BT.shape[1]
-        found_BR = np.take_along_axis(x_BT, np.minimum(at_BR, x_BT.shape[1] - 1), axis=1)
-        return np.where(inside_BR, found_BR, x_BT.dtype.type(0))
+        found_BR = x_BT[np.arange(len(x_BT))[:, None], np.minimum(at_BR, x_BT.shape[1] - 1)]
+        found_BR[at_BR >= x_BT.shape[1]] = 0
+        return found_BR
 
 
 def packing_of(rows: Columns, n: int) -> Packing | None:

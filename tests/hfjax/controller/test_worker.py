@@ -5,6 +5,8 @@ import copy
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,7 @@ from hfjax.controller.worker import (
     RoleError,
     Worker,
     join,
+    keep_programs,
     worker_environment,
 )
 
@@ -56,6 +59,49 @@ def test_large_pages_are_asked_for_unless_the_user_decided(
 ) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", given)
     assert worker_environment("cpu", 1)["GLIBC_TUNABLES"] == expected
+
+
+CACHE = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home for caches; JAX's own settings are put back."""
+    import jax
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = (*CACHE, "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(CACHE[0], None)
+    yield tmp_path / "hfjax/programs"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_kept_where_their_user_alone_reads_and_unfinished_ones_go(cache: Path) -> None:
+    import jax
+
+    cache.mkdir(parents=True)
+    for name in ("whole-cache", "whole-atime", "unfinished-cache"):
+        (cache / name).write_bytes(b"x")
+    keep_programs()
+    assert jax.config.jax_compilation_cache_dir == str(cache)
+    assert sorted(entry.name for entry in cache.iterdir()) == ["whole-atime", "whole-cache"]
+
+
+def test_programs_are_kept_where_jax_was_told_or_nowhere(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jax
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # nothing can be made there
+    keep_programs()
+    assert jax.config.jax_compilation_cache_dir is None
+    assert not cache.exists()
 
 
 def test_a_device_count_set_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ def test_packed_columns_come_back_in_their_places(n):
     packed = cut.packed(rows, R)
     assert packed[IDS].shape == (16 // n, cut.slots + n * R)
     assert packed["row_id"].shape == (16,)
+    pairs = cut.packed(rows | {"pairs": np.stack([rows["advantages"]] * 2, axis=-1)}, R)["pairs"]
+    np.testing.assert_array_equal(pairs[..., 1], packed["advantages"])
     for name in ("advantages", MASK):
         back = cut.unpacked(packed[name], rows[IDS].shape[1])
         np.testing.assert_array_equal(
