@@ -234,7 +234,7 @@ class Actor(TrainedRole):
     )
     def compute_log_prob(self, shard: Shard) -> Answer:
         """Log-probs and entropies of the response tokens under the training layout; 0 elsewhere."""
-        logp, entropy = self.of_responses(shard, self.scorer.log_probs)
+        logp, entropy = self.score_responses(shard, self.scorer.log_probs)
         return Answer({"old_log_probs": logp, "entropy": entropy}, shard.rows)
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")

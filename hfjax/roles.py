@@ -177,7 +177,7 @@ class ModelRole:
         self.rest()
         return found
 
-    def of_responses(self, shard: Shard, compute: Compute) -> list[np.ndarray]:
+    def score_responses(self, shard: Shard, compute: Compute) -> list[np.ndarray]:
         """The same of compute(params, input_ids, prefix), for the response tokens; 0 elsewhere."""
         compute = partial(compute, self.weights())
         found = self.passes.over_responses(shard, WIDTH_BUCKET, compute)
@@ -337,7 +337,7 @@ class Critic(TrainedRole):
     )
     def compute_values(self, shard: Shard) -> Answer:
         """The value before each response token; 0 elsewhere."""
-        (values,) = self.of_responses(shard, self.scorer.values)
+        (values,) = self.score_responses(shard, self.scorer.values)
         return Answer({"values": values}, shard.rows)
 
     @method(ONE_TO_ALL, reads=("input_ids", "length", "response_mask"), extra="columns")
@@ -376,7 +376,7 @@ class Reference(ModelRole):
     )
     def compute_ref_log_prob(self, shard: Shard) -> Answer:
         """Log-probs of the response tokens under the reference; 0 elsewhere."""
-        logp, _ = self.of_responses(shard, self.scorer.log_probs)
+        logp, _ = self.score_responses(shard, self.scorer.log_probs)
         return Answer({"ref_log_prob": logp}, shard.rows)
 
 

@@ -2,14 +2,15 @@
 """Cuts a mini-batch of host rows into micro-batches, and puts rows onto a mesh."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from hfjax.engine.packing import IDS, PREFIX_LENGTH, Packing, packing_of
+from hfjax.engine.packing import IDS, Packing, packing_of, prefix_slots, response_slots
 from meshes.layouts import BATCH, Layout, divisors
 
 Rows = Mapping[str, np.ndarray]
@@ -52,93 +53,90 @@ def cut_micros(
     if micro_tokens:
         longest = bucketed(int(rows["length"].max()), bucket, T)
         check_micro_tokens(micro_tokens, longest, unit)
-    cuts = [Cut(packing, bucket, rows) for packing in _packings(rows, shared, bucket)]
-    for cut in cuts:
+    best, least = None, math.inf
+    for packing in _packings(rows, shared, bucket):
+        width = partial(_width, packing, bucket=bucket, T=T)
         if micro_tokens:
-            cut.by_tokens(micro_tokens, replicas, group)
+            parts = _by_tokens(packing, width, micro_tokens, replicas, group)
         else:
-            cut.evenly(micro_sequences, replicas, group)
-    # of equals the last: more is shared, and no head reads a prefix
-    return min(reversed([cut for cut in cuts if cut.parts]), key=lambda cut: cut.slots).stacks()
+            parts = _evenly(packing, width, micro_sequences, replicas, group)
+        slots = sum(at.size * packing.width(R) for at, R in parts)
+        if parts and slots <= least:  # of equals the last: it shares more, no head reads a prefix
+            best, least = (packing, parts), slots
+    assert best is not None  # whole rows were checked
+    packing, parts = best
+    return [_stack(rows, packing, at, R) for at, R in parts]
+
+
+Parts = list[tuple[np.ndarray, int]]  # for each stack the packed rows (M, mb), fillers -1; R
 
 
 def _packings(rows: Rows, shared: int, bucket: int) -> list[Packing]:
     """Rows that stay whole; then those that may be packed, each alone and more and more of them."""
     T = rows[IDS].shape[1]
     found = [Packing(0, 1, np.zeros(len(rows[IDS]), int), rows["length"])]
-    for n in divisors(shared, most=shared) if shared else ():
+    for n in divisors(shared):
         packing = packing_of(rows, n)
         if packing:
-            found.append(replace(packing, slots=bucketed(packing.slots, bucket, T)))
+            found.append(replace(packing, slots=prefix_slots(packing.slots, bucket, T)))
     return found
 
 
-class Cut:
-    """One way to cut a mini-batch: for each stack the packed rows of (M, mb), and their width."""
+def _width(packing: Packing, tokens: int, *, bucket: int, T: int) -> int:
+    return (response_slots if packing.slots else bucketed)(tokens, bucket, T)
 
-    def __init__(self, packing: Packing, bucket: int, rows: Rows) -> None:
-        self.packing, self.bucket, self.rows = packing, bucket, rows
-        self.width = rows[IDS].shape[1]
-        self.parts: list[tuple[np.ndarray, int]] = []  # numbers, of fillers -1; R
 
-    @property
-    def slots(self) -> int:
-        """Slots of all its micro-batches."""
-        return sum(at.size * (self.packing.slots + self.packing.n * R) for at, R in self.parts)
+def _evenly(
+    packing: Packing,
+    width: Callable[[int], int],
+    micro_sequences: int,
+    replicas: int,
+    group: int,
+) -> Parts:
+    """One stack, whose micro-batches have one shape; none where packed rows would be parted."""
+    n, G = packing.n, len(packing.lengths_G)
+    unit = replicas * math.lcm(n, group)  # rows
+    mb = micro_sequences or -(-G * n // unit) * unit
+    if mb % unit:
+        return []
+    at = np.arange(-(-G * n // mb) * mb // n)
+    at = np.where(at < G, at, -1).reshape(-1, mb // n)
+    return [(at, width(packing.longest))]
 
-    def evenly(self, micro_sequences: int, replicas: int, group: int) -> None:
-        """One stack: its micro-batches have one shape."""
-        n, lengths_G = self.packing.n, self.packing.lengths_G
-        unit = replicas * math.lcm(n, group)  # rows
-        B = len(lengths_G) * n
-        mb = micro_sequences or -(-B // unit) * unit
-        if mb % unit:
-            return
-        at = np.arange(-(-B // mb) * mb // n)
-        at = np.where(at < len(lengths_G), at, -1).reshape(-1, mb // n)
-        self.parts = [(at, bucketed(self.packing.longest, self.bucket, self.width))]
 
-    def by_tokens(self, micro_tokens: int, replicas: int, group: int) -> None:
-        """Rows in order of falling length, so that short rows do not pay for long ones.
+def _by_tokens(
+    packing: Packing, width: Callable[[int], int], micro_tokens: int, replicas: int, group: int
+) -> Parts:
+    """Rows in order of falling length, so that short rows do not pay for long ones.
 
-        Each micro-batch is a stack of its own (M = 1) and its rows follow from its width: there are
-        no more shapes to compile than buckets in T.
-        """
-        n, P = self.packing.n, self.packing.slots
-        together = math.lcm(n, group) // n  # packed rows that are not parted
-        longest = self.packing.lengths_G.reshape(-1, together).max(axis=1)
-        order = np.argsort(-longest, kind="stable")
-        rest = (order[:, None] * together + np.arange(together)).reshape(-1)
-        parts, unit = [], replicas * together
-        while len(rest):
-            R = bucketed(int(longest[rest[0] // together]), self.bucket, self.width)
-            mb = micro_tokens // (P + n * R) // unit * unit
-            if not mb:
-                return
-            at = np.full(mb, -1)
-            at[: len(rest)] = rest[:mb]
-            parts.append((at[None], R))
-            rest = rest[mb:]
-        self.parts = parts
+    Each micro-batch is a stack of its own (M = 1) and its rows follow from its width: there are
+    no more shapes to compile than widths. None where the longest rows do not fit.
+    """
+    together = math.lcm(packing.n, group) // packing.n  # packed rows that are not parted
+    longest = packing.lengths_G.reshape(-1, together).max(axis=1)
+    order = np.argsort(-longest, kind="stable")
+    rest = (order[:, None] * together + np.arange(together)).reshape(-1)
+    parts, unit = [], replicas * together
+    while len(rest):
+        R = width(int(longest[rest[0] // together]))
+        mb = micro_tokens // packing.width(R) // unit * unit
+        if not mb:
+            return []
+        at = np.full(mb, -1)
+        at[: len(rest)] = rest[:mb]
+        parts.append((at[None], R))
+        rest = rest[mb:]
+    return parts
 
-    def stacks(self) -> list[Stack]:
-        """Their columns."""
-        return [self._stack(at, R) for at, R in self.parts]
 
-    def _stack(self, at_Mb: np.ndarray, R: int) -> Stack:
-        n, (M, mb) = self.packing.n, at_Mb.shape
-        if self.packing.slots:
-            columns = self.packing.packed(self.rows, R)
-        else:
-            columns = _narrow(self.rows, R, self.width)
-        at_B = (at_Mb.reshape(-1)[:, None] * n + np.arange(n)).reshape(-1)
-        of_pack = (IDS, PREFIX_LENGTH) if self.packing.slots else ()
-        return {
-            name: _taken(x, at_Mb.reshape(-1) if name in of_pack else at_B).reshape(
-                M, mb * (1 if name in of_pack else n), *x.shape[1:]
-            )
-            for name, x in columns.items()
-        }
+def _stack(rows: Rows, packing: Packing, at_Mb: np.ndarray, R: int) -> Stack:
+    """The columns of a stack: packed rows by number, zeros for fillers."""
+    at = at_Mb.reshape(-1)
+    rows_of = (at[:, None] * packing.n + np.arange(packing.n)).reshape(-1)
+    mine = replace(packing, starts_G=_taken(packing.starts_G, at))
+    columns = mine.packed({name: _taken(x, rows_of) for name, x in rows.items()}, R)
+    M = len(at_Mb)
+    return {name: x.reshape(M, len(x) // M, *x.shape[1:]) for name, x in columns.items()}
 
 
 def legal_micro_sequences(B: int, unit: int) -> list[int]:
@@ -171,11 +169,6 @@ def check_micro_tokens(micro_tokens: int, longest: int, unit: int, where: str = 
 def bucketed(length: int, bucket: int, width: int) -> int:
     """At least one bucket: a mini-batch of empty rows still has a shape."""
     return min(max(-(-length // bucket), 1) * bucket, width)
-
-
-def _narrow(rows: Rows, T: int, width: int) -> Stack:
-    """Per-token columns cut to T: those as wide as input_ids."""
-    return {k: v[:, :T] if v.shape[1:2] == (width,) else v for k, v in rows.items()}
 
 
 def _taken(column: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -30,20 +30,26 @@ class Packing:
         """Tokens of the longest response: the least R."""
         return int(self.lengths_G.max(initial=1))
 
+    def width(self, R: int) -> int:
+        """Slots of a packed row, W."""
+        return self.slots + self.n * R
+
     def packed(self, rows: Columns, R: int) -> dict[str, np.ndarray]:
         """input_ids (G, W), prefix_length (G,), and per-token columns from there on: (B, R).
 
-        A column is per-token when it is as wide as input_ids.
+        A column is per-token when it is as wide as input_ids. Whole rows have no prefix_length.
         """
         ids_BT = rows[IDS]
-        prefix_GP = _fitted(ids_BT[:: self.n], self.slots)
-        prefix_GP = np.where(np.arange(self.slots) < self.starts_G[:, None], prefix_GP, 0)
-        responses_GnR = self._responses(ids_BT, R).reshape(len(prefix_GP), self.n * R)
         found = {
             name: self._responses(x, R) if x.shape[1:2] == ids_BT.shape[1:2] else x
             for name, x in rows.items()
         }
-        found[IDS] = np.concatenate([prefix_GP, responses_GnR], axis=1)
+        if not self.slots:
+            return found
+        in_prefix_GP = np.arange(self.slots) < self.starts_G[:, None]
+        prefix_GP = np.where(in_prefix_GP, ids_BT[:: self.n, : self.slots], 0)
+        responses_GR = found[IDS].reshape(len(prefix_GP), self.n * R)
+        found[IDS] = np.concatenate([prefix_GP, responses_GR], axis=1, dtype=ids_BT.dtype)
         return found | {PREFIX_LENGTH: self.starts_G.astype(np.int32)}
 
     def unpacked(self, x_BR: np.ndarray, T: int) -> np.ndarray:
@@ -54,10 +60,27 @@ class Packing:
         return np.where(here_BT, np.take_along_axis(x_BR, at_BT, axis=1), x_BR.dtype.type(0))
 
     def _responses(self, x_BT: np.ndarray, R: int) -> np.ndarray:
+        if not self.slots:
+            return x_BT[:, :R]
         at_BR = np.repeat(self.starts_G, self.n)[:, None] + np.arange(R)
         found_BR = x_BT[np.arange(len(x_BT))[:, None], np.minimum(at_BR, x_BT.shape[1] - 1)]
         found_BR[at_BR >= x_BT.shape[1]] = 0
         return found_BR
+
+
+def prefix_slots(tokens: int, bucket: int, most: int) -> int:
+    """P for prefixes of so many tokens: bucket times a power of two, at most `most`."""
+    return min(bucket << (-(-tokens // bucket) - 1).bit_length(), most)
+
+
+def response_slots(tokens: int, bucket: int, most: int) -> int:
+    """R: bucket times 1 to 8, 10, 12, 14, 16, 20 and so on, four to each doubling.
+
+    P and R are compiled together, so there must be few of each.
+    """
+    units = -(-tokens // bucket)
+    step = 1 << max((units - 1).bit_length() - 3, 0)
+    return min(-(-units // step) * step * bucket, most)
 
 
 def packing_of(rows: Columns, n: int) -> Packing | None:
@@ -81,9 +104,3 @@ def packing_of(rows: Columns, n: int) -> Packing | None:
         if not ((ids_GnT == ids_GnT[:, :1]) | own_GT[:, None]).all():
             return None
     return Packing(int(starts_G.max(initial=1)), n, starts_G, lengths_G)
-
-
-def _fitted(x_BT: np.ndarray, width: int) -> np.ndarray:
-    """Cut, or filled up with zeros."""
-    missing = max(width - x_BT.shape[1], 0)
-    return np.pad(x_BT[:, :width], [(0, 0), (0, missing)])

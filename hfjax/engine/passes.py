@@ -11,11 +11,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from hfjax.controller.protocol import Shard, rows_per_replica
-from hfjax.engine.microbatch import bucketed
-from hfjax.engine.packing import IDS, MASK, PREFIX_LENGTH, packing_of
+from hfjax.engine.packing import IDS, MASK, PREFIX_LENGTH, packing_of, prefix_slots, response_slots
 from hfjax.engine.pipeline import STAGES
 from hfjax.models.attention import Prefix
-from meshes.layouts import BATCH, Layout, batch_sharding
+from meshes.layouts import BATCH, Layout, batch_sharding, divisors
 from meshes.mesh import shape_of
 
 PASS_TOKENS = 16_384  # padded tokens a replica in one pass: bounds its activations
@@ -46,29 +45,28 @@ class Passes:
     def over_responses(self, shard: Shard, bucket: int, compute: Compute) -> list[np.ndarray]:
         """compute(input_ids, prefix) for all rows: what it says of response tokens, 0 elsewhere.
 
-        Rows are packed (hfjax.engine.packing), a group that shares its prompt or each alone, if
-        that takes no more slots; else they stay whole, and `prefix` is None. P and R are multiples
-        of `bucket`. All processes decide alike.
+        Rows are packed (hfjax.engine.packing), as many as share a prompt or fewer, if that takes no
+        more slots; else they stay whole, and `prefix` is None. All processes decide alike.
         """
         T = shard.columns[IDS].shape[1]
+        found = {n: packing_of(shard.columns, n) for n in divisors(shard.group)}
+        mine = [(0, p.slots, p.longest) if p else (1, 1, 1) for p in found.values()]
         best, least = None, float(T)
-        for n in sorted({1, shard.group}) if self.packs else ():
-            packing = packing_of(shard.columns, n)
-            mine = (0, packing.slots, packing.longest) if packing else (1, 1, 1)
-            misfits, *tokens = _largest(*mine)
-            P, R = (bucketed(each, bucket, T) for each in tokens)
-            if packing and not misfits and P / n + R <= least:
+        for (n, packing), (misfits, P, R) in zip(found.items(), _largest(mine), strict=True):
+            P, R = prefix_slots(P, bucket, T), response_slots(R, bucket, T)
+            bounded = n == 1 or P + n * R <= PASS_TOKENS
+            if self.packs and packing and not misfits and bounded and P / n + R <= least:
                 best, least = (replace(packing, slots=P), R), P / n + R
         if best is None:
-            return self.over(shard, (IDS,), compute)
+            return self.over(shard, (IDS,), lambda ids_BT: compute(ids_BT, None))
         packing, R = best
         rows = packing.packed({name: shard.columns[name] for name in (IDS, MASK)}, R)
 
         def packed(ids_BW: jax.Array, length_B: jax.Array) -> Any:
             return compute(ids_BW, Prefix(length_B=length_B, slots=packing.slots, n=packing.n))
 
-        found = self._over([rows[IDS], rows[PREFIX_LENGTH]], shard, packing.n, packed)
-        return [packing.unpacked(x_BR, T) for x_BR in found]
+        columns = self._over([rows[IDS], rows[PREFIX_LENGTH]], shard, packing.n, packed)
+        return [packing.unpacked(x_BR, T) for x_BR in columns]
 
     def _over(
         self, values: Sequence[np.ndarray], shard: Shard, n: int, compute: Compute
@@ -162,12 +160,12 @@ class Passes:
         return jax.make_array_from_callback(shape, self.sharding, part)
 
 
-def _largest(*numbers: int) -> list[int]:
+def _largest(numbers: Sequence[Sequence[int]]) -> list[list[int]]:
     """Of each number the largest that a process gives."""
-    if jax.process_count() == 1:
-        return list(numbers)
-    every = multihost_utils.process_allgather(np.array(numbers, np.int32))
-    return [int(number) for number in np.max(every, axis=0)]
+    every = np.array(numbers, np.int32)[None]
+    if jax.process_count() > 1:
+        every = np.asarray(multihost_utils.process_allgather(every[0]))
+    return every.max(axis=0).tolist()
 
 
 def _collected(parts: list[tuple[np.ndarray, jax.Array]], held: np.ndarray) -> np.ndarray:

@@ -69,7 +69,7 @@ def score_tokens(
     """
 
     def score(
-        x_BTD: jax.Array, tokens_BT: jax.Array, w: Params, *packed: Prefix
+        x_BTD: jax.Array, tokens_BT: jax.Array, w: Params, prefix: Prefix | None
     ) -> tuple[jax.Array, jax.Array]:
         @jax.checkpoint
         def score_chunk(x_BcD: jax.Array, tokens_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,27 +79,22 @@ def score_tokens(
                 return logp_Bc, jnp.zeros_like(logp_Bc)
             return logp_Bc, entropy(logits_BcV / temperature)
 
-        def chunked(x_BTD: jax.Array, next_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-            chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
-            _, found = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)
-            logp_CBc, entropy_CBc = found
-            T = next_BT.shape[1]
-            return _join(logp_CBc, T), _join(entropy_CBc, T)
-
-        if not packed:
+        if prefix is None:
             next_BT = jnp.concatenate([tokens_BT[:, 1:], tokens_BT[:, :1]], axis=1)
-            logp_BT, entropy_BT = chunked(x_BTD, next_BT)
+        else:
+            x_BTD = _before_responses(x_BTD, prefix, run)
+            next_BT = prefix.responses(tokens_BT).reshape(x_BTD.shape[:2])
+        chunks = _split(x_BTD, chunk), _split(next_BT, chunk)
+        _, found = jax.lax.scan(lambda _, c: (None, score_chunk(*c)), None, chunks)
+        logp_BT, entropy_BT = (_join(x_CBc, next_BT.shape[1]) for x_CBc in found)
+        if prefix is None:
             return _to_scored_token(logp_BT), _to_scored_token(entropy_BT)
-        x_BnRD = _before_responses(x_BTD, packed[0], run)
-        B, n, R, D = x_BnRD.shape
-        tokens_BnR = packed[0].responses(tokens_BT)
-        found = chunked(x_BnRD.reshape(B, n * R, D), tokens_BnR.reshape(B, n * R))
-        return found[0].reshape(B, n, R), found[1].reshape(B, n, R)
+        return _of_prefix(logp_BT, prefix), _of_prefix(entropy_BT, prefix)
 
-    tokens, packed = run.rows(tokens_BT), _rows_of(prefix, run)
-    x = hidden_states(cfg, params, tokens, prefix=(*packed, None)[0], remat=remat, run=run)
+    tokens, prefix = run.rows(tokens_BT), jax.tree.map(run.rows, prefix)
+    x = hidden_states(cfg, params, tokens, prefix=prefix, remat=remat, run=run)
     w = run.weights(_pick(params, ("embed",) if cfg.tied else ("lm_head",)))
-    logp, entropies = run.each(score)(x, tokens, w, *packed)
+    logp, entropies = run.each(score)(x, tokens, w, prefix)
     return _merged(logp, run, prefix), _merged(entropies, run, prefix)
 
 
@@ -117,31 +112,29 @@ def values_of(
     With `prefix` the rows are packed, (B, W), and values those of the responses alone: (B n, R).
     """
 
-    def value(x_BTD: jax.Array, w: Params, *packed: Prefix) -> jax.Array:
-        if packed:
-            return scalar_head(w, _before_responses(x_BTD, packed[0], run))
-        return _to_scored_token(scalar_head(w, x_BTD))
+    def value(x_BTD: jax.Array, w: Params, prefix: Prefix | None) -> jax.Array:
+        if prefix is None:
+            return _to_scored_token(scalar_head(w, x_BTD))
+        return _of_prefix(scalar_head(w, _before_responses(x_BTD, prefix, run)), prefix)
 
-    packed = _rows_of(prefix, run)
-    x = hidden_states(
-        cfg, params, run.rows(tokens_BT), prefix=(*packed, None)[0], remat=remat, run=run
-    )
-    values = run.each(value)(x, run.weights(_pick(params, SCALAR_HEAD)), *packed)
-    return _merged(values, run, prefix)
-
-
-def _rows_of(prefix: Prefix | None, run: Run) -> tuple[Prefix, ...]:
-    """The prefix of each replica's rows, if there is one."""
-    return () if prefix is None else (jax.tree.map(run.rows, prefix),)
+    tokens, prefix = run.rows(tokens_BT), jax.tree.map(run.rows, prefix)
+    x = hidden_states(cfg, params, tokens, prefix=prefix, remat=remat, run=run)
+    w = run.weights(_pick(params, SCALAR_HEAD))
+    return _merged(run.each(value)(x, w, prefix), run, prefix)
 
 
 def _before_responses(x_BWD: jax.Array, prefix: Prefix, run: Run) -> jax.Array:
-    """What the head reads of packed rows: (B, n, R, D)."""
-    return prefix.before(run.constrain(x_BWD, (BATCH, None, None)))
+    """What the head reads of packed rows: (B n, R, D)."""
+    x_BnRD = prefix.before(run.constrain(x_BWD, (BATCH, None, None)))
+    return x_BnRD.reshape(-1, *x_BnRD.shape[2:])
+
+
+def _of_prefix(x_BR: jax.Array, prefix: Prefix) -> jax.Array:
+    """A row for each prefix again, as `run` counts them: (B, n, R)."""
+    return x_BR.reshape(-1, prefix.n, x_BR.shape[-1])
 
 
 def _merged(x: jax.Array, run: Run, prefix: Prefix | None) -> jax.Array:
-    """Of all replicas, a row for each response."""
     x = run.merge(x)
     return x if prefix is None else x.reshape(-1, x.shape[-1])
 
@@ -224,10 +217,10 @@ def _to_scored_token(after_BT: jax.Array) -> jax.Array:
 
 
 def _split(x_BT: jax.Array, chunk: int) -> jax.Array:
-    """(B, T, ...) -> (C, B, c, ...), the last chunk filled up with zeros."""
+    """(B, T, ...) -> (C, B, c, ...), c <= chunk, as even as can be; the last filled with zeros."""
     B, T = x_BT.shape[:2]
-    c = min(chunk, T)
-    C = -(-T // c)
+    C = -(-T // chunk)
+    c = -(-T // C)
     padded = jnp.pad(x_BT, [(0, 0), (0, C * c - T)] + [(0, 0)] * (x_BT.ndim - 2))
     return padded.reshape(B, C, c, *x_BT.shape[2:]).swapaxes(0, 1)
 

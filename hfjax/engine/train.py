@@ -169,10 +169,10 @@ class Trainer:
         lm = {"temperature": temperature, "chunk": chunk, "with_entropy": with_entropy}
         self._forward: Callable[..., Outputs] = {
             "lm": lambda params, micro, **options: Outputs(
-                *score_tokens(cfg, params, micro[IDS], prefix=prefix_of(micro), **lm, **options)
+                *score_tokens(cfg, params, micro[IDS], prefix=_prefix_of(micro), **lm, **options)
             ),
             "value": lambda params, micro, **options: Outputs(
-                values_BT=values_of(cfg, params, micro[IDS], prefix=prefix_of(micro), **options)
+                values_BT=values_of(cfg, params, micro[IDS], prefix=_prefix_of(micro), **options)
             ),
             "score": lambda params, micro, **options: Outputs(
                 scores_B=scores_at_end(cfg, params, micro[IDS], micro["length"], **options)
@@ -325,7 +325,7 @@ class Trainer:
 
         def loss_of(stacked: Params, micro: Micro) -> tuple[jax.Array, Mapping[str, Metric]]:
             outputs = self._forward(stacked, micro, **options)
-            loss, metrics = self._loss(outputs, Columns(of_responses(micro)), denominators)
+            loss, metrics = self._loss(outputs, Columns(_as_read(micro)), denominators)
             _check_metrics(metrics)
             return loss, metrics
 
@@ -363,7 +363,7 @@ class Trainer:
         return jax.tree.map(partial(jnp.where, usable), new, old), metrics
 
 
-def prefix_of(micro: Micro) -> Prefix | None:
+def _prefix_of(micro: Micro) -> Prefix | None:
     """How the rows of a micro-batch are packed, by the shapes of its columns."""
     if PREFIX_LENGTH not in micro:
         return None
@@ -371,9 +371,9 @@ def prefix_of(micro: Micro) -> Prefix | None:
     return Prefix(length_B=micro[PREFIX_LENGTH], slots=W - rows // B * R, n=rows // B)
 
 
-def of_responses(micro: Micro) -> Micro:
+def _as_read(micro: Micro) -> Micro:
     """The columns as a loss reads them: as many rows, as wide, as the mask."""
-    prefix = prefix_of(micro)
+    prefix = _prefix_of(micro)
     if prefix is None:
         return micro
     return {**micro, IDS: prefix.responses(micro[IDS]).reshape(micro[MASK].shape)}

@@ -35,7 +35,7 @@ from meshes.layouts import (
 )
 from meshes.mesh import MeshShape
 
-CHUNK = 128  # positions whose logits exist at a time (hfjax.engine.scoring)
+CHUNK = 128  # positions whose logits exist at a time, at most (hfjax.engine.scoring)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,13 @@ def _logits(
 ) -> int:
     """One chunk's, float32."""
     vocab = cfg.padded_vocab // shape.over(layout.mesh_axes(VOCAB))
-    return F32 * rows * min(CHUNK, tokens) * vocab if head == "lm" else 0
+    return F32 * rows * chunk_of(tokens)[0] * vocab if head == "lm" else 0
+
+
+def chunk_of(tokens: int) -> tuple[int, int]:
+    """Positions whose logits exist at a time, and how often."""
+    chunks = -(-tokens // CHUNK)
+    return -(-tokens // chunks), chunks
 
 
 def _gathered_layer(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from hfjax.engine.meter import RECEIVED
 from hfjax.engine.pipeline import STAGES
 from hfjax.mapping.memory import F32, Leaf, layouts, leaves, shard_size
-from hfjax.mapping.temporaries import CHUNK
+from hfjax.mapping.temporaries import chunk_of
 from hfjax.models.llama import Head, ModelConfig
 from meshes.layouts import (
     BATCH,
@@ -353,8 +353,8 @@ class _Training:
         part = -(-rows * micros // self.stages) * width
         found.add(REDUCE, tensor, part * tokens * self.itemsize, times)
         if backward and self.head == "lm":
-            chunk = min(CHUNK, tokens)
-            found.add(REDUCE, tensor, part * chunk * F32, times * -(-tokens // chunk))
+            chunk, chunks = chunk_of(tokens)
+            found.add(REDUCE, tensor, part * chunk * F32, times * chunks)
 
     def _positions(
         self, found: _Moves, rows: int, micros: int, tokens: int, times: int, outside: int

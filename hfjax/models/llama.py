@@ -243,14 +243,13 @@ def hidden_states(
     With `prefix`, whose rows are those of `run` too, tokens and result are packed: (B, W).
     """
 
-    def layer(x_BTD: jax.Array, w: Params, *packed: Any) -> jax.Array:
-        turn = packed[0] if packed else in_order
-        attend = partial(attend_packed, packed[1]) if packed else attend_causal
-        x_BTD, _ = block(cfg, w, x_BTD, turn, attend)
+    def layer(x_BTD: jax.Array, w: Params, turn: Any, prefix: Prefix | None) -> jax.Array:
+        attend = attend_causal if prefix is None else partial(attend_packed, prefix)
+        x_BTD, _ = block(cfg, w, x_BTD, in_order if turn is None else turn, attend)
         return run.constrain(x_BTD, RESIDUAL)
 
     def body(x_BTD: jax.Array, w: Params) -> tuple[jax.Array, None]:
-        return run.each(layer)(x_BTD, run.weights(w), *packed), None
+        return run.each(layer)(x_BTD, run.weights(w), turn, prefix), None
 
     def embedded(tokens_BT: jax.Array, w: Params) -> jax.Array:
         return run.constrain(embed_tokens(w, tokens_BT), RESIDUAL)
@@ -263,7 +262,7 @@ def hidden_states(
 
     T = tokens_BT.shape[-1]
     in_order = _rotation(cfg, jnp.arange(T)[None])
-    packed = () if prefix is None else (run.each(turned)(prefix), prefix)
+    turn = None if prefix is None else run.each(turned)(prefix)
     x_BTD = run.each(embedded)(tokens_BT, run.weights({"embed": params["embed"]}))
     x_BTD, _ = run.layers(rematerialised(body, remat, run), x_BTD, params["layers"])
     return run.each(normed)(x_BTD, run.weights({"final_norm": params["final_norm"]}))
