@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from hfjax.engine.microbatch import check_micro_sequences, check_micro_tokens
 from hfjax.items import PROMPTS
 from hfjax.mapping.default import Found, Sizes, default_placement
 from hfjax.models.hf import check_files, load_config, resolve_model
+from hfjax.reward_process import place_of
 from hfjax.rewards import FunctionCost, FunctionReward
 from hfjax.roles import (
     Cost,
@@ -119,6 +121,9 @@ def prepare(algorithm: ModuleType, config: Any, now: datetime) -> Plan:
     kind = getattr(algorithm, "DATA", PROMPTS)
     n = rollout.n if rollout else kind.rows
     model = _files(config.model, "model")
+    about = Path(model) / "tokenizer_config.json"
+    if about.parent.is_dir() and not about.is_file():
+        log.warning("%s is missing: BOS, EOS and the chat template are not known", about)
     data = config.data
     if rollout and all(each.model for each in _scores(config)):
         data = dataclasses.replace(data, answer_key="")  # score models need no answers
@@ -255,6 +260,11 @@ def _reward(builder: partial[Any], reward: Any, model: str) -> partial[Any]:
         raise ValueError(
             f"{section}: set {section}.function=module:function or {section}.model=DIR"
         )
+    for name, spec in (("function", reward.function), ("eval_function", reward.eval_function)):
+        try:
+            _ = spec and place_of(spec)
+        except ValueError as error:
+            raise ValueError(f"{section}.{name}: {error}") from None
     if issubclass(kind, Cost):
         if reward.eval_function:
             raise ValueError("cost.eval_function: evaluations take cost.function; leave it out")

@@ -45,10 +45,8 @@ def load_reward(spec: str) -> RewardFunction:
 
     One that needs the fourth, (step, row) of each response, gets it; others get three.
     """
-    place, _, name = spec.rpartition(":")
-    if not place or not name:
-        raise ValueError(f"{spec!r}: use 'package.module:function' or 'file.py:function'")
-    module = _load_file(spec, Path(place)) if place.endswith(".py") else _load_module(spec, place)
+    place, name = place_of(spec)
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(spec, place)
     function = vars(module).get(name)
     if not callable(function):
         found = ", ".join(sorted(n for n, v in vars(module).items() if inspect.isfunction(v)))
@@ -61,6 +59,16 @@ def load_reward(spec: str) -> RewardFunction:
         f"{spec!r} must accept three lists, (prompts, responses, ground_truths), or these "
         f"and one of (step, row); it is {name}{inspect.signature(function)}"
     )
+
+
+def place_of(spec: str) -> tuple[str, str]:
+    """Module or file, and function; refuses a file that is not there. Nothing is imported."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise ValueError(f"{spec!r}: use 'package.module:function' or 'file.py:function'")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"{spec!r}: no file {place!r} in {Path.cwd()}")
+    return place, name
 
 
 def _accepts(function: RewardFunction, lists: int) -> bool:
@@ -80,9 +88,7 @@ def _load_module(spec: str, name: str) -> ModuleType:
         raise ValueError(f"{spec!r}: no module {error.name!r} on the path") from error
 
 
-def _load_file(spec: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ValueError(f"{spec!r}: no file {str(path)!r} in {Path.cwd()}")
+def _load_file(path: Path) -> ModuleType:
     name = f"reward_{path.stem}"  # math.py must not hide the library's
     found = importlib.util.spec_from_file_location(name, path)
     assert found is not None

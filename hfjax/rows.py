@@ -85,7 +85,8 @@ def read_rows(path: str, split: Split = "train") -> Table:
     if not path:
         raise ValueError(f"data.{split} is not set; give a path or one of {names}")
     if not Path(path).is_file():
-        raise ValueError(f"data.{split}={path!r}: no such file; give a path or one of {names}")
+        found = "a directory" if Path(path).is_dir() else "no such file"
+        raise ValueError(f"data.{split}={path!r}: {found}; give a file's path or one of {names}")
     if path.endswith(".jsonl"):
         return _read_jsonl(path)
     if path.endswith(".parquet"):

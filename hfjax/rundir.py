@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import socket
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -71,8 +72,12 @@ def find_run(
     if config.resume and "run.json" in there:
         _check_same_run(out, config, about)
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not os.access(parent, os.W_OK):
-        raise ValueError(f"out={out}: {parent} cannot be written; choose another directory")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=parent))  # access() knows no read-only or special systems
+    except OSError as error:
+        raise ValueError(
+            f"out={out}: nothing can be made in {parent}: {error.strerror}; use another directory"
+        ) from error
     for file in (out / "metrics.jsonl", out / "samples.jsonl"):
         if file.exists():
             records_until(file, 0)

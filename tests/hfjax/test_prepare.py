@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import types
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,39 @@ def test_a_reward_function_that_is_not_there_is_refused_early(
     config = asked(tmp_path, model, reward={"function": "nope:f"})
     message = refused(config, monkeypatch)
     assert "reward.function: 'nope:f': no module 'nope' on the path" in message
+
+
+@pytest.mark.parametrize("name", ["function", "eval_function"])
+def test_a_reward_file_that_is_not_there_is_refused_before_any_process(
+    tmp_path: Path, name: str
+) -> None:
+    reward = {"function": "hfjax.arithmetic:sum_reward", name: "nowhere.py:f"}
+    config = asked(tmp_path, write_lut(tmp_path / "model", path_table(3, EOS)), reward=reward)
+    with pytest.raises(ValueError, match=rf"reward.{name}: 'nowhere.py:f': no file 'nowhere.py'"):
+        prepare(grpo, config, NOW)
+
+
+@pytest.mark.parametrize("out", ["/proc/run", "/dev/null", "/dev/null/run"])
+def test_a_place_where_nothing_can_be_made_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    config = dataclasses.replace(asked(tmp_path, model), out=out)
+    monkeypatch.setattr("hfjax.run.start", lambda *_, **__: pytest.fail("processes were started"))
+    with pytest.raises(ValueError, match=f"out={out}: nothing can be made in /"):
+        Run(grpo, config)
+
+
+def test_a_model_without_its_tokenizers_settings_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_lut(tmp_path / "model", path_table(3, EOS))
+    prepare(grpo, asked(tmp_path, model), NOW)
+    assert not caplog.messages
+    (model / "tokenizer_config.json").unlink()
+    with suppress(ValueError):  # that no token ends a response
+        prepare(grpo, asked(tmp_path, model), NOW)
+    assert "tokenizer_config.json is missing: BOS, EOS and the chat template" in caplog.text
 
 
 def test_weights_that_are_not_there_are_refused_early(
@@ -412,6 +446,7 @@ DATA_REFUSALS = {  # a file's content, arguments, and what the message must name
         *({"prompt": ["t3", "t3 t4 t5"], "ground_truth": ["", ""]}, "--data.max-prompt-tokens 2"),
         ["row 1 (from 0)", "data.max_prompt_tokens=2", "filter, left, right, middle"],
     ),
+    "directory": (None, "", ["data.train=", "a directory", "give a file's path"]),
     "fewer than a step": (
         *({"prompt": ["t3"] * 3, "ground_truth": [""] * 3}, ""),
         ["data.prompts_per_step=8", "3 usable rows", "at most 3"],
@@ -430,7 +465,9 @@ def test_data_that_cannot_be_used_ends_the_command_before_anything_starts(
     content, arguments, named = DATA_REFUSALS[case]
     for name in ("hfjax.run.start", "hfjax.models.hf.load_params", "hfjax.rewards.RewardPool"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something was started"))
-    if isinstance(content, bytes):
+    if content is None:
+        file = tmp_path
+    elif isinstance(content, bytes):
         file = tmp_path / "rows.jsonl"
         file.write_bytes(content)
     else:
