@@ -168,7 +168,7 @@ class Scorer:
     """Compiled forward passes over (rows, T) arrays, with weights as `replicas` holds them.
 
     Rows are a multiple of the replicas. Computation is that of the trainer: a policy scored and
-    trained in one dtype has ratio 1 before its update.
+    trained in one dtype has ratio 1 before its update, to rounding where only one is packed.
     """
 
     def __init__(
