@@ -5,7 +5,7 @@
 
 A job is a command that takes the options of `benchmarks.peer_job` and prints such a line; DIR holds
 model-tiny and model-small. Medians are over the rounds, with their spread. Ratios count: seconds
-are the host's. Exit status 1 when a job failed.
+are the host's. A job that takes more than half an hour is ended. Exit status 1 when a job failed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from benchmarks.peer_job import SIZES
 from benchmarks.steps import Line
@@ -28,6 +29,7 @@ def rotate(options: argparse.Namespace) -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.jsonl"
+    results.write_text("")
     failed = 0
     for size in options.sizes:
         common = f"--size {size} --model {options.models}/model-{size} --steps {options.steps} "
@@ -36,19 +38,25 @@ def rotate(options: argparse.Namespace) -> int:
             for command in options.job:
                 print(f"{size}, round {number + 1}: {command}", file=sys.stderr, flush=True)
                 with (out / "errors.log").open("a") as errors:
-                    ended = subprocess.run(
-                        shlex.split(f"{command} {common}"),
-                        stdout=subprocess.DEVNULL,
-                        stderr=errors,
-                        timeout=LIMIT_S,
-                        check=False,
-                    )
-                if ended.returncode:
+                    why = fails(shlex.split(f"{command} {common}"), errors)
+                if why:
                     failed += 1
-                    print(f"  ended with {ended.returncode}, see {out}/errors.log", flush=True)
+                    print(f"  {why}, see {out}/errors.log", flush=True)
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     print(table(lines))
     return 1 if failed else 0
+
+
+def fails(command: Sequence[str], errors: IO[str]) -> str:
+    """Runs a job; why it failed, in words."""
+    streams = {"stdout": subprocess.DEVNULL, "stderr": errors}
+    try:
+        ended = subprocess.run(command, timeout=LIMIT_S, check=False, **streams)
+    except subprocess.TimeoutExpired:
+        return f"not finished after {LIMIT_S:g} s"
+    except OSError as error:
+        return str(error)
+    return f"ended with {ended.returncode}" if ended.returncode else ""
 
 
 def table(lines: Sequence[Line]) -> str:

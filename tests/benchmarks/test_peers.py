@@ -73,3 +73,22 @@ def test_jobs_run_in_turn_and_are_compared_by_medians(
     assert [(row[1], row[-2]) for row in rows] == [("two", "1.00"), ("one", "1.50")]
     assert [line.split()[-2] for line in err.splitlines()] == ["one", "two", "one", "two"]
     assert peers.main([*options, "--job", f"{sys.executable} {script} bad 1"]) == 1
+
+
+def test_a_job_that_hangs_or_is_not_there_is_a_failure_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, out = tmp_path / "job.py", tmp_path / "o"
+    script.write_text("import sys, time\ntime.sleep(60 * (sys.argv[1] == 'hangs'))\n" + JOB)
+    out.mkdir()
+    (out / "results.jsonl").write_text("of an earlier rotation\n")
+    monkeypatch.setattr(peers, "LIMIT_S", 2.0)
+    jobs = [f"{sys.executable} {script} hangs 1", "/nowhere", f"{sys.executable} {script} well 1"]
+    options = ["--models", "m", "--sizes", "tiny", "--rounds", "1", "--out", str(out)]
+    for job in jobs:
+        options += ["--job", job]
+    assert peers.main(options) == 1
+    shown = capsys.readouterr().out
+    assert "not finished after 2 s" in shown
+    assert "No such file or directory: '/nowhere'" in shown
+    assert shown.splitlines()[-1].split()[1] == "well"
