@@ -48,6 +48,8 @@ class Passes:
         Rows are packed (hfjax.engine.packing), as many as share a prompt or fewer, if that takes no
         more slots; else they stay whole, and `prefix` is None. All processes decide alike.
         """
+        if not self.packs:
+            return self.over(shard, (IDS,), lambda ids_BT: compute(ids_BT, None))
         T = shard.columns[IDS].shape[1]
         found = {n: packing_of(shard.columns, n) for n in divisors(shard.group)}
         mine = [(0, p.slots, p.longest) if p else (1, 1, 1) for p in found.values()]
@@ -55,7 +57,7 @@ class Passes:
         for (n, packing), (misfits, P, R) in zip(found.items(), _largest(mine), strict=True):
             P, R = prefix_slots(P, bucket, T), response_slots(R, bucket, T)
             bounded = n == 1 or P + n * R <= PASS_TOKENS
-            if self.packs and packing and not misfits and bounded and P / n + R <= least:
+            if packing and not misfits and bounded and P / n + R <= least:
                 best, least = (replace(packing, slots=P), R), P / n + R
         if best is None:
             return self.over(shard, (IDS,), lambda ids_BT: compute(ids_BT, None))
